@@ -1,0 +1,53 @@
+# `make demo` answers one prompt on a machine that has only Python, make and a package index.
+#
+#   make PYTHON=python3.12 demo                                   another interpreter
+#   make CONSTRAINTS= demo                                        the newest torch, CUDA included
+#   make VENV_FLAGS=--system-site-packages CONSTRAINTS= demo      the torch that is installed already
+#   make PYTEST_ARGS="-m 'not default_model'" test                no download
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+VENV_FLAGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help install demo test lint fmt clean
+
+help: ## List the targets.
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Set up .venv with everything that the other targets need.
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.x" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV_FLAGS) .venv
+	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## One greedy answer of the default model, with its statistics.
+	$(BIN)/hybrid generate "Why is the sky blue?" --temperature 0 --max-new-tokens 64 --stats
+
+test: $(INSTALLED) ## All tests.
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# mypy and import-linter follow files, not the mapping of pyproject.toml: build/src shows them the
+# folders as they are imported. The empty __init__.py is for import-linter; kernels/ never has one.
+lint: $(INSTALLED) ## Format, style, types and import direction.
+	@rm -rf build/src && mkdir -p build/src/hybrid/kernels && touch build/src/hybrid/kernels/__init__.py
+	@ln -s $(addprefix ../../../,$(wildcard hybrid/* drafters verifiers)) build/src/hybrid/
+	@ln -s $(addprefix ../../../../,$(wildcard kernels/*)) build/src/hybrid/kernels/
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	cd build/src && ../../$(BIN)/lint-imports ../../pyproject.toml --no-cache --no-logo
+
+fmt: $(INSTALLED) ## Format, and mend what ruff can mend.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove what the other targets made.
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Attention patterns: one description for every mask."""

@@ -1,0 +1,159 @@
+"""`AttentionPattern`: T new tokens, each sees a prefix of the cache and some of the new tokens.
+
+Every mask of every system here is one of these objects; which one is what makes a pass
+autoregressive or diffusion. It knows indices only, no tensors of a model.
+Next: kernels/block_attention/reference.py, which computes attention under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPattern:
+    """Who sees whom in one pass.
+
+    Attributes:
+        prefix_len: [B] how many cached positions each row sees; or [B][T] when the tokens of a
+            row differ.
+        local: [T, T] or [B, T, T] boolean, True where query (second to last axis) sees key.
+        is_causal: `local` is the lower triangle (kernels may use a shortcut).
+    """
+
+    prefix_len: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    local: Tensor
+    is_causal: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the new tokens per row."""
+        return int(self.local.shape[-1])
+
+    def row_prefix(self, row: int) -> int:
+        """Return the most cached positions that any token of the row sees."""
+        prefix = self.prefix_len[row]
+        return prefix if isinstance(prefix, int) else max(prefix, default=0)
+
+    def row_mask(self, row: int, *, window: int | None = None) -> Tensor | None:
+        """Return one row's dense mask, or None when a lone token sees everything.
+
+        Args:
+            row: index in the batch.
+            window: sliding window of the layer: a query at position p sees keys at p - window + 1
+                and later. Cached position i has position i, new token t position prefix + t.
+
+        Returns:
+            [T, P + T] boolean, P = `row_prefix(row)`.
+        """
+        num_tokens, prefix = self.num_tokens, self.prefix_len[row]
+        width = self.row_prefix(row)
+        if num_tokens == 1 and (window is None or width < window) and isinstance(prefix, int):
+            return None
+        local = self.local if self.local.ndim == 2 else self.local[row]
+        mask = torch.ones(num_tokens, width + num_tokens, dtype=torch.bool, device=local.device)
+        mask[:, width:] = local
+        if not isinstance(prefix, int):
+            limits = torch.tensor(prefix, device=local.device)
+            mask[:, :width] = torch.arange(width, device=local.device) < limits[:, None]
+        if window is not None:
+            keys = torch.arange(width + num_tokens, device=local.device)
+            mask &= keys > keys[width:, None] - window
+        return mask
+
+
+def causal(prefix_len: Sequence[int], num_tokens: int) -> AttentionPattern:
+    """AR prefill, AR decode and verify: each token sees the cache, itself and earlier tokens."""
+    local = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_()
+    return AttentionPattern(tuple(prefix_len), local, is_causal=True)
+
+
+def bidirectional(prefix_len: Sequence[int], num_tokens: int) -> AttentionPattern:
+    """Diffusion draft: the anchor and the masked slots see the cache and each other."""
+    return AttentionPattern(tuple(prefix_len), _ones(num_tokens))
+
+
+def full_sequence(batch: int, num_tokens: int) -> AttentionPattern:
+    """LLaDA, Dream: no cache, everything sees everything."""
+    return AttentionPattern((0,) * batch, _ones(num_tokens))
+
+
+def block_causal(
+    prefix_len: Sequence[int], num_tokens: int, block_size: int, offset: int = 0
+) -> AttentionPattern:
+    """SDAR, D2F, Fast-dLLM v2: a token sees its own block and the blocks before it.
+
+    Args:
+        prefix_len: cached positions per row, all seen.
+        num_tokens: T.
+        block_size: positions per block.
+        offset: how many positions of the first block lie before the first new token.
+    """
+    if block_size < 1:
+        raise ConfigError(f"block_size: got {block_size}, expected at least 1.")
+    block = (torch.arange(num_tokens) + offset) // block_size
+    return AttentionPattern(tuple(prefix_len), block[:, None] >= block[None, :])
+
+
+def one_pass(prefix_len: Sequence[int], num_draft_tokens: int) -> AttentionPattern:
+    """Verify and draft in one forward (TiDAR, arXiv:2511.08923; quadratic self-speculation).
+
+    The L candidates come first, then for each possible acceptance point j a group of L masks that
+    sees candidates 0..j and itself: T = L + L * L.
+    """
+    size = num_draft_tokens
+    num_tokens = size + size * size
+    index = torch.arange(num_tokens)
+    is_candidate = index < size
+    group = torch.where(is_candidate, torch.full_like(index, -1), (index - size) // size)
+    # A candidate sees candidates up to itself; group j sees candidates up to j.
+    last_seen = torch.where(is_candidate, index, group)
+    sees_candidate = is_candidate[None, :] & (index[None, :] <= last_seen[:, None])
+    same_group = ~is_candidate[None, :] & (group[None, :] == group[:, None])
+    return AttentionPattern(tuple(prefix_len), sees_candidate | same_group)
+
+
+def tree(prefix_len: Sequence[int], parents: Sequence[int]) -> AttentionPattern:
+    """Tree verify: a token sees the cache, its ancestors and itself.
+
+    Args:
+        prefix_len: cached positions per row.
+        parents: [T] index of each token's parent among the new tokens, -1 for a root; a parent
+            comes before its children.
+    """
+    local = torch.eye(len(parents), dtype=torch.bool)
+    for child, parent in enumerate(parents):
+        if parent >= child:
+            raise ConfigError(
+                f"parents: token {child} has parent {parent}, expected an earlier token or -1."
+            )
+        if parent >= 0:
+            local[child] |= local[parent]
+    return AttentionPattern(tuple(prefix_len), local)
+
+
+def padded(pattern: AttentionPattern, num_valid: Sequence[int], *, left: bool = False) -> AttentionPattern:
+    """Ragged batch: hide the padding keys of each row from its real tokens.
+
+    Args:
+        pattern: the pattern of the unpadded tokens, [T, T].
+        num_valid: real tokens per row; the rest is padding on the right (or left).
+    """
+    num_tokens = pattern.num_tokens
+    index = torch.arange(num_tokens)
+    rows = []
+    for count in num_valid:
+        real = index >= num_tokens - count if left else index < count
+        # A padding query sees itself, so that its softmax is defined; nobody reads its output.
+        rows.append((pattern.local & real[None, :] & real[:, None]) | torch.diag(~real))
+    return AttentionPattern(pattern.prefix_len, torch.stack(rows))
+
+
+def _ones(num_tokens: int) -> Tensor:
+    return torch.ones(num_tokens, num_tokens, dtype=torch.bool)

@@ -1,0 +1,132 @@
+"""`KVCache`: one preallocated tensor that both modes read. Knows rows and positions, no tokens.
+
+Diffusion drafts and verify passes write beyond a row's length (scratch); only `commit` and
+`gather` make that part of the row, so a draft can never leak into the context.
+Next: hybrid/decode/step.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid.errors import CapacityError
+
+
+class KVCache:
+    """Keys and values of B rows, [L, 2, B, G, S, D], allocated once.
+
+    Attributes:
+        data: the tensor.
+        lengths: committed positions per row.
+        capacity: S.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate everything; `nbytes` tells how much.
+
+        Raises:
+            CapacityError: the device has not enough memory.
+        """
+        shape = (num_layers, 2, batch, num_kv_heads, capacity, head_dim)
+        try:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"KV cache: cannot allocate {_num_bytes(shape, dtype) / 2**20:.0f} MiB for "
+                f"{batch} rows of {capacity} tokens on {device}. Use fewer rows or fewer tokens."
+            ) from error
+        self.lengths = [0] * batch
+        self.capacity = capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.data.numel() * self.data.element_size()
+
+    def write(self, layer: int, row: int, key_value: Tensor, start: int | None = None) -> None:
+        """Write K/V of T new tokens to scratch positions, or from `start` in place (refresh).
+
+        Args:
+            layer: layer index.
+            row: cache row.
+            key_value: [2, G, T, D].
+            start: first position; None means the row's length.
+        """
+        first = self.lengths[row] if start is None else start
+        self.data[layer, :, row, :, first : first + key_value.shape[2]] = key_value
+
+    def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return views of the first `length` positions, scratch included: K, V [G, length, D]."""
+        pair = self.data[layer, :, row, :, :length]
+        return pair[0], pair[1]
+
+    def require(self, row: int, num_tokens: int) -> None:
+        """Check that `num_tokens` more positions fit.
+
+        Raises:
+            CapacityError: they do not.
+        """
+        needed = self.lengths[row] + num_tokens
+        if needed > self.capacity:
+            raise CapacityError(
+                f"KV cache: row {row} needs {needed} positions, got a cache of {self.capacity}. "
+                "Shorten the prompt or allocate more."
+            )
+
+    def commit(self, row: int, num_tokens: int) -> None:
+        """Make the first `num_tokens` scratch positions part of the row."""
+        self.require(row, num_tokens)
+        self.lengths[row] += num_tokens
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget everything at and beyond `length`."""
+        if not 0 <= length <= self.lengths[row]:
+            raise CapacityError(
+                f"KV cache: cannot truncate row {row} to {length}, it holds {self.lengths[row]}."
+            )
+        self.lengths[row] = length
+
+    def gather(self, row: int, keep: Sequence[int]) -> None:
+        """Commit the scratch positions `keep`, packed together, in the order given.
+
+        Args:
+            row: cache row.
+            keep: offsets from the row's length, strictly ascending (a tree's accepted path, the
+                accepted branch of a one-pass step).
+        """
+        keep = list(keep)
+        if any(b <= a for a, b in zip(keep, keep[1:], strict=False)) or (keep and keep[0] < 0):
+            raise CapacityError(f"KV cache: got offsets {keep}, expected them strictly ascending.")
+        start = self.lengths[row]
+        if keep:
+            self.require(row, keep[-1] + 1)
+        if keep != list(range(len(keep))):
+            index = torch.tensor(keep, device=self.data.device) + start
+            rows = self.data[:, :, row]
+            # index_select copies, so a kept position cannot be overwritten before it is read.
+            rows[:, :, :, start : start + len(keep)] = rows.index_select(3, index)
+        self.lengths[row] += len(keep)
+
+    def free(self, row: int) -> None:
+        """Empty the row."""
+        self.lengths[row] = 0
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    total = dtype.itemsize
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,1 @@
+"""The command ``hybrid``: thin files that call the library. Next: hybrid/cli/main.py."""

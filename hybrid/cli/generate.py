@@ -1,0 +1,107 @@
+"""``hybrid generate``: one answer. stdout holds the answer alone, everything else is on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybrid.cli import options
+from hybrid.cli.options import ModelOptions, SamplingOptions
+
+if TYPE_CHECKING:
+    from hybrid.types import GenerationResult
+
+EXAMPLES = """Examples:
+
+  hybrid generate "Why is the sky blue?"
+
+  hybrid generate "Once upon a time" --raw --temperature 0.8 --seed 1
+
+  cat notes.txt | hybrid generate - --system "Summarise in three points."
+
+  hybrid generate "Hello" --json --logprobs 3
+"""
+
+
+@options.flatten
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    strategy: Annotated[
+        str, typer.Option(help="How tokens are produced; see hybrid list.")
+    ] = "speculative",
+    system: Annotated[str | None, typer.Option(help="System prompt of a chat.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Send the prompt as a chat message or as it is. "
+            "Default: chat when the model has a chat template.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Statistics table, on stderr.")] = False,
+) -> None:
+    """Generate one answer and stream it to stdout."""
+    if system is not None and chat is False:
+        raise typer.BadParameter("--system needs a chat; leave out --raw.")
+    params = sampling.to_params()
+    text = options.read_text(prompt)
+    decoder = options.load_decoder(model)
+    is_chat = (
+        chat if chat is not None else system is not None or decoder.tokenizer.has_chat_template
+    )
+    request = _messages(text, system) if is_chat else text
+    if as_json:
+        result = decoder.generate(request, params, strategy=strategy)
+        about = {
+            "model": decoder.model_name,
+            "strategy": strategy,
+            "drafter": decoder.drafter_name,
+            "verifier": decoder.verifier_name,
+        }
+        typer.echo(json.dumps({**about, **result.to_dict()}))
+    else:
+        result = _stream(decoder, request, params, strategy)
+    if stats and result:
+        _print_stats(result)
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _stream(decoder: Any, request: Any, params: Any, strategy: str) -> GenerationResult | None:
+    """Write the answer as it comes; a terminal gets no raw control characters."""
+    from hybrid.tui.text import clean
+
+    is_tty = sys.stdout.isatty()
+    result: GenerationResult | None = None
+    last = "\n"
+    try:
+        with closing(decoder.stream(request, params, strategy=strategy)) as events:
+            for event in events:
+                sys.stdout.write(clean(event.text) if is_tty else event.text)
+                sys.stdout.flush()
+                last = event.text[-1:] or last
+                result = event.result
+    finally:
+        # The prompt of the shell must not follow the answer on its line, also after Ctrl-C.
+        if last != "\n":
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    return result
+
+
+def _print_stats(result: GenerationResult) -> None:
+    from rich.console import Console
+
+    from hybrid.tui.render import stats_table
+
+    Console(stderr=True, highlight=False).print(stats_table(result.stats))

@@ -1,0 +1,1 @@
+"""The decode step and its loop."""

@@ -1,0 +1,93 @@
+"""The loop around the step: admit requests, prefill, step until every row ended, clean up.
+
+Next: hybrid/decoder.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from hybrid.attention.pattern import causal
+from hybrid.decode.commit import commit_row
+from hybrid.decode.fallback import empty_proposal
+from hybrid.decode.step import Engine, decode_step, judge, keep_taps
+from hybrid.protocols import ForwardOutput
+from hybrid.types import Mode, SequenceState, StepRecord, Write
+
+# Positions per prefill pass. A fixed size keeps a prompt's bits independent of the other rows and
+# bounds the memory of its attention mask.
+PREFILL_CHUNK = 512
+
+
+def run(engine: Engine, rows: list[SequenceState]) -> Iterator[StepRecord]:
+    """Generate for all rows; yield one record per step.
+
+    Closing the iterator (or any error) frees the cache rows and leaves the parts usable.
+    """
+    try:
+        taps: dict[int, list[torch.Tensor]] = {}
+        alive = []
+        for row in rows:
+            record, hidden = prefill(engine, row)
+            if row.finish_reason is None:
+                alive.append(row)
+                for layer, value in hidden.items():
+                    taps.setdefault(layer, []).append(value)
+            yield record
+        engine.rows = alive
+        engine.hidden = {layer: torch.cat(values) for layer, values in taps.items()}
+        while engine.rows:
+            yield decode_step(engine)
+    finally:
+        for row in rows:
+            engine.cache.free(row.row)
+        engine.rows, engine.hidden = [], {}
+
+
+def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, torch.Tensor]]:
+    """Run the prompt of one row and commit the first token.
+
+    Rows are prefilled one by one: each has its own length, and none may depend on the others.
+
+    Returns:
+        The record, and the taps of the last prompt token {layer: [1, C]}.
+    """
+    started = time.perf_counter()
+    prompt = torch.tensor([row.tokens], device=engine.backbone.device)
+    num_forwards = 0
+    out = ForwardOutput(None)
+    for start in range(0, prompt.shape[1], PREFILL_CHUNK):
+        chunk = prompt[:, start : start + PREFILL_CHUNK]
+        is_last = start + chunk.shape[1] == prompt.shape[1]
+        out = engine.backbone.forward(
+            chunk,
+            torch.arange(start, start + chunk.shape[1], device=chunk.device)[None],
+            causal([start], chunk.shape[1]),
+            engine.cache,
+            [row.row],
+            write=Write.COMMIT,
+            logits_for="last" if is_last else "none",
+            taps=engine.drafter.taps if is_last else (),
+        )
+        num_forwards += 1
+    assert out.logits is not None
+    forwarded = time.perf_counter()
+    # The step's own verdict and commit, with nothing drafted.
+    engine.rows = [row]
+    proposal = empty_proposal(1)
+    verdict = judge(engine, out.logits, proposal)
+    row_step = commit_row(engine, 0, proposal, verdict, out.logits)
+    keep_taps(engine, {}, (0,))
+    record = StepRecord(
+        mode=Mode.PREFILL,
+        rows=(row_step,),
+        num_verify_forwards=num_forwards,
+        width=prompt.shape[1],
+        forward_seconds=forwarded - started,
+        seconds=time.perf_counter() - started,
+    )
+    engine.history.append(record)
+    return record, {layer: value[:, -1] for layer, value in out.hidden.items()}

@@ -1,0 +1,240 @@
+"""Read a local checkpoint: a Hugging Face folder with safetensors, tensors loaded on first use.
+
+Only JSON and safetensors are read; code that a checkpoint brings (``auto_map``) is never run.
+It does not know model families. Next: hybrid/models/families.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hybrid.errors import CheckpointError
+
+INT4_GROUP = 32
+INT4_METHOD = "hybrid-q4_1"
+"""`quantization_config.quant_method` of a folder that holds `Int4Blocks`; transformers does not
+know it and says so when it is handed such a folder by mistake."""
+
+_INT4_PARTS = ("q4", "d", "m")
+
+
+@dataclass(frozen=True, eq=False)
+class Int4Blocks:
+    """A linear layer's weight as GGUF Q4_1 blocks: weight[o, i] = q[o, i] * d + m.
+
+    `d` and `m` belong to the block i // 32 of row o. The numbers are those of the file; only the
+    nibbles are re-ordered.
+
+    Attributes:
+        quants: [O, I/2] uint8; the low nibble is the even column, the high nibble the odd one.
+        d: [O, I/32] float16, step of the block.
+        m: [O, I/32] float16, smallest value of the block.
+    """
+
+    quants: Tensor
+    d: Tensor
+    m: Tensor
+
+    def __post_init__(self) -> None:
+        """Check that the three parts belong together.
+
+        Raises:
+            CheckpointError: shapes or dtypes do not fit.
+        """
+        rows, half = self.quants.shape if self.quants.dim() == 2 else (-1, -1)
+        blocks = (rows, 2 * half // INT4_GROUP)
+        fits = 2 * half % INT4_GROUP == 0 and tuple(self.d.shape) == tuple(self.m.shape) == blocks
+        dtypes = (self.quants.dtype, self.d.dtype, self.m.dtype)
+        if not fits or dtypes != (torch.uint8, torch.float16, torch.float16):
+            got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (self.quants, self.d, self.m))
+            raise CheckpointError(
+                f"4-bit weight: got {got}; expected uint8 [O, I/2] and twice float16 [O, I/32]. "
+                "The checkpoint is damaged: remove it and pull it again."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape [O, I] of the weight."""
+        return self.quants.shape[0], 2 * self.quants.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [O, I], computed in float32 and rounded once to `dtype`."""
+        rows, columns = self.shape
+        levels = torch.stack((self.quants & 15, self.quants >> 4), dim=-1)  # [O, I/2, 2]
+        grouped = levels.reshape(rows, columns // INT4_GROUP, INT4_GROUP).float()
+        weight = grouped * self.d.float().unsqueeze(-1) + self.m.float().unsqueeze(-1)
+        return weight.reshape(rows, columns).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model on disk.
+
+    Attributes:
+        path: the folder, or the GGUF file.
+        config: contents of config.json, under transformers' names.
+        tensors: weights under transformers' names, each loaded when it is asked for.
+        generation_config: contents of generation_config.json, or empty.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor | Int4Blocks]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation; those of generation_config.json where it has any."""
+        return eos_token_ids(self.generation_config, self.config)
+
+
+def eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the EOS ids, one or several, of the first source that names any."""
+    for source in sources:
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (value,)
+    return ()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a local Hugging Face folder; weights stay on disk until they are asked for.
+
+    Args:
+        path: folder with config.json and model.safetensors (or its sharded index).
+
+    Raises:
+        CheckpointError: the folder, its config or its weights are missing, damaged or of a
+            quantisation that this project does not read.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"Checkpoint {folder}: no such folder. Expected a folder with config.json and "
+            "model.safetensors; check the path or give a model name (`hybrid models list`)."
+        )
+    config = read_json(folder / "config.json")
+    _check_quantization(folder, config)
+    generation = folder / "generation_config.json"
+    return Checkpoint(
+        path=folder,
+        config=config,
+        tensors=_SafetensorsFolder(folder, _weight_files(folder)),
+        generation_config=read_json(generation) if generation.is_file() else {},
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        CheckpointError: the file is missing or is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"Checkpoint {path.parent} has no {path.name}. Expected a Hugging Face folder; "
+            "copy or download it again."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path}: got a JSON {type(value).__name__}, expected an object. Fetch it again."
+        )
+    return value
+
+
+def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method != INT4_METHOD:
+        raise CheckpointError(
+            f"Checkpoint {folder} is quantised with {method!r}, which is not read here. "
+            "Expected plain weights: use the unquantised model or a GGUF file."
+        )
+
+
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    """Names of the safetensors files, single or by the sharded index."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return ("model.safetensors",)
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if isinstance(weight_map, dict) and weight_map:
+            files = sorted({str(name) for name in weight_map.values()})
+            # A shard outside the folder is no honest checkpoint's.
+            if all(Path(name).name == name for name in files):
+                return tuple(files)
+        raise CheckpointError(
+            f"{index}: expected `weight_map` with names of files beside it. Fetch it again."
+        )
+    if any(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"Checkpoint {folder} has pickled weights (.bin), which can carry code. Expected "
+            "safetensors: load it with transformers and save it with `save_pretrained`."
+        )
+    raise CheckpointError(
+        f"Checkpoint {folder} has no model.safetensors and no index of shards. Fetch it again."
+    )
+
+
+class _SafetensorsFolder(Mapping[str, "Tensor | Int4Blocks"]):
+    """The tensors of one or several memory-mapped safetensors files."""
+
+    def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
+        self._parts: dict[str, Any] = {}  # name on disk -> open file
+        for name in files:
+            handle = _open_safetensors(folder / name)
+            self._parts.update(dict.fromkeys(handle.keys(), handle))
+        # In order of the files, each 4-bit weight once, under its own name.
+        self._names = dict.fromkeys(_whole_name(part) for part in self._parts)
+
+    def __getitem__(self, name: str) -> Tensor | Int4Blocks:
+        if name not in self._names:
+            raise KeyError(name)
+        if name in self._parts:
+            return self._load(name)
+        return Int4Blocks(*(self._load(f"{name}.{part}") for part in _INT4_PARTS))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _load(self, part: str) -> Tensor:
+        if part not in self._parts:
+            raise CheckpointError(f"4-bit weight without its part {part!r}: pull the model again.")
+        tensor: Tensor = self._parts[part].get_tensor(part)
+        return tensor
+
+
+def _whole_name(part: str) -> str:
+    name, _, suffix = part.rpartition(".")
+    return name if suffix in _INT4_PARTS else part
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"Checkpoint {path.parent} lacks {path.name}, which its index names. Fetch it again."
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or damaged ({error}). Delete it and fetch it again."
+        ) from error

@@ -1,0 +1,117 @@
+"""Write a GGUF model as a Hugging Face folder: config, safetensors, tokenizer.
+
+It writes into an empty folder and does not know the cache. Next: hybrid/models/store.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybrid.errors import CheckpointError
+from hybrid.models.checkpoint import INT4_GROUP, INT4_METHOD, Checkpoint, Int4Blocks
+from hybrid.models.fetch import Progress, first_line
+from hybrid.models.gguf import read_gguf
+
+_SHARD_BYTES = 4 << 30
+
+
+def convert_gguf(
+    gguf: Path, folder: Path, precision: str, progress: Progress | None = None
+) -> None:
+    """Write the model of a GGUF file into `folder`.
+
+    Args:
+        gguf: the file.
+        folder: an empty folder.
+        precision: "int4" keeps Q4_1 layers as they are, the rest in bfloat16; "float32" and
+            "bfloat16" are dense and load in plain transformers.
+        progress: called per tensor.
+
+    Raises:
+        CheckpointError: the GGUF or its tokenizer cannot be read.
+        OSError: the folder cannot be written.
+    """
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    checkpoint = read_gguf(gguf, dtype, keep_int4=precision == "int4")
+    has_int4 = _write_tensors(checkpoint, folder, progress)
+    config = {**checkpoint.config, "dtype": str(dtype).removeprefix("torch.")}
+    if has_int4:
+        quantization = {"quant_method": INT4_METHOD, "bits": 4, "group_size": INT4_GROUP}
+        config["quantization_config"] = quantization
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", checkpoint.generation_config)
+    _write_tokenizer(gguf, folder)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tensors(checkpoint: Checkpoint, folder: Path, progress: Progress | None) -> bool:
+    """Write safetensors, sharded so that a large model never lies in memory whole."""
+    weight_map: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    num_shards, has_int4 = 0, False
+
+    def flush() -> None:
+        nonlocal num_shards
+        num_shards += 1
+        name = f"model-{num_shards:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for done, (name, tensor) in enumerate(checkpoint.tensors.items(), start=1):
+        if isinstance(tensor, Int4Blocks):
+            has_int4 = True
+            parts = {"q4": tensor.quants, "d": tensor.d, "m": tensor.m}
+            shard.update({f"{name}.{part}": value for part, value in parts.items()})
+        else:
+            shard[name] = tensor
+        if sum(t.nbytes for t in shard.values()) >= _SHARD_BYTES:
+            flush()
+        if progress is not None:
+            progress("Converting", done, len(checkpoint.tensors))
+    if shard:
+        flush()
+    if num_shards == 1:
+        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
+    else:
+        index = {"metadata": {}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return has_int4
+
+
+def _write_tokenizer(gguf: Path, folder: Path) -> None:
+    """Save the tokenizer that the GGUF carries, if it carries one, chat template included."""
+    from gguf import GGUFReader
+    from tokenizers.pre_tokenizers import Digits, Sequence
+    from transformers import AutoTokenizer
+
+    fields = GGUFReader(gguf).fields
+    if "tokenizer.ggml.tokens" not in fields:
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
+        )
+        pre = fields.get("tokenizer.ggml.pre")
+        if pre is not None and pre.contents() == "smollm":
+            # transformers drops this first half of the model's own pre-tokenizer; without it,
+            # white space before a digit is cut otherwise than in the training data.
+            rest = tokenizer.backend_tokenizer.pre_tokenizer
+            digits = Digits(individual_digits=True)
+            tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, rest])
+        tokenizer.save_pretrained(folder)
+    # transformers raises many kinds for a tokenizer that it does not understand.
+    except Exception as error:
+        raise CheckpointError(
+            f"{gguf}: its tokenizer cannot be read ({first_line(error)}). Use the model's "
+            "Hugging Face folder instead."
+        ) from error

@@ -1,0 +1,235 @@
+"""The four contracts: Backbone, Drafter, Verifier, Router, and the cache they share.
+
+The decode loop knows these and nothing behind them. Next: hybrid/decode/step.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from hybrid.params import SamplingParams
+from hybrid.types import Plan, Proposal, SequenceState, StepRecord, Verdict, Write
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from hybrid.attention.pattern import AttentionPattern
+
+LogitsFor = Literal["all", "last", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """Result of one backbone pass.
+
+    Attributes:
+        logits: [B, T, V] ("all"), [B, 1, V] ("last") or None ("none"), in the backbone's dtype.
+        hidden: output of the layers asked for, {layer index: [B, T, C]}; the residual stream
+            after that layer, before the final norm.
+    """
+
+    logits: Tensor | None
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A pass that begins at a later layer with given hidden states (late entry).
+
+    Attributes:
+        layer: first layer to run.
+        hidden: [B, T, C] input of that layer.
+        adapter: gated low-rank adapter for every token of this pass, or None.
+    """
+
+    layer: int
+    hidden: Tensor
+    adapter: Any = None
+
+
+class Cache(Protocol):
+    """Keys and values of several rows; each row has its own length.
+
+    Positions `lengths[row] ...` of a row are scratch: a pass may write them, and they become part
+    of the row only by `commit`. Every method works in place.
+    """
+
+    lengths: list[int]
+    capacity: int
+
+    def commit(self, row: int, num_tokens: int) -> None:
+        """Make the first `num_tokens` scratch positions part of the row."""
+        ...
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget everything at and beyond `length`."""
+        ...
+
+    def gather(self, row: int, keep: Sequence[int]) -> None:
+        """Commit the scratch positions `keep` (offsets from the row's length, ascending)."""
+        ...
+
+    def free(self, row: int) -> None:
+        """Empty the row."""
+        ...
+
+
+class Backbone(Protocol):
+    """A transformer that can be run with any attention pattern its weights were meant for.
+
+    Stateless between calls: all state is in the cache. One device, one dtype. `forward` never
+    changes committed K/V, and row b's output never depends on the other rows.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: C.
+        num_layers: L.
+        max_seq_len: the context window in tokens.
+        eos_token_ids: ids that end an answer.
+        mask_token_id: the vocabulary's mask id, None when it has none.
+        logit_shift: 1 when row i predicts token i+1 (AR, Dream), 0 when it predicts token i.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_seq_len: int
+    eos_token_ids: tuple[int, ...]
+    mask_token_id: int | None
+    logit_shift: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def new_cache(self, batch: int, max_len: int) -> Cache:
+        """Allocate a cache of `batch` rows and `max_len` positions, all memory at once."""
+        ...
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor,
+        pattern: AttentionPattern,
+        cache: Cache,
+        rows: Sequence[int],
+        *,
+        write: Write = Write.SCRATCH,
+        logits_for: LogitsFor = "all",
+        taps: Sequence[int] = (),
+        entry: Entry | None = None,
+    ) -> ForwardOutput:
+        """Run T new tokens of B rows.
+
+        Args:
+            input_ids: [B, T]; None when `entry` gives hidden states instead.
+            position_ids: [B, T].
+            pattern: which cached positions and which new tokens each new token sees.
+            cache: from `new_cache`; new K/V go to the scratch positions of each row.
+            rows: cache row of each batch row.
+            write: COMMIT also makes the new K/V part of the rows.
+            logits_for: which tokens get logits.
+            taps: layers whose output is wanted.
+            entry: begin at a later layer.
+
+        Raises:
+            CapacityError: the new tokens do not fit the cache.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What a drafter may look at. Read only.
+
+    Attributes:
+        rows: the active rows.
+        cache: the shared cache.
+        hidden: {layer: [B, C]} taps of each row's last cached token, the anchor's predecessor.
+    """
+
+    rows: Sequence[SequenceState]
+    cache: Cache
+    hidden: dict[int, Tensor]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens. Never changes the state, never commits to the cache.
+
+    It may write scratch positions of the cache: the verify pass overwrites them. It handles every
+    row by itself, so that a row's proposal does not depend on the other rows.
+
+    Attributes:
+        name: registry name.
+        taps: backbone layers whose output `draft` wants in `state.hidden`.
+        max_draft_tokens: the most tokens it proposes in one step.
+    """
+
+    name: str
+    taps: tuple[int, ...]
+    max_draft_tokens: int
+
+    def draft(self, state: DraftState, plan: Plan) -> Proposal:
+        """Propose up to `plan.num_draft_tokens` tokens for each row.
+
+        Tokens are drawn with each row's sampling transforms and generator; a row may get 0 tokens.
+        """
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from the outcome of a step. May be a no-op."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything about past requests."""
+        ...
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """Accepts a prefix of a proposal. Knows neither the drafter nor the model.
+
+    Attributes:
+        name: registry name.
+        lossless: outputs follow the target distribution exactly (greedy: equal its argmax).
+    """
+
+    name: str
+    lossless: bool
+
+    def verify(
+        self,
+        target_logits: Tensor,
+        proposal: Proposal,
+        sampling: Sequence[SamplingParams],
+        generators: Sequence[torch.Generator],
+    ) -> Verdict:
+        """Judge each row's proposal.
+
+        Args:
+            target_logits: [B, K+1, V] after the sampling transforms (a dropped token is -inf,
+                temperature applied): softmax gives the distribution to preserve. Row i judges
+                proposal.tokens[:, i]; row `num_tokens[b]` gives the bonus token.
+            proposal: [B, K] tokens.
+            sampling: per row; temperature 0 asks for the argmax.
+            generators: per row, CPU.
+
+        Raises:
+            ProposalError: draft_probs gives 0 to a token it proposed.
+        """
+        ...
+
+
+@runtime_checkable
+class Router(Protocol):
+    """Chooses what the next step does. Pure: a recorded history replays to the same plans."""
+
+    def plan(self, rows: Sequence[SequenceState], history: Sequence[StepRecord]) -> Plan:
+        """Return the plan of the next step."""
+        ...
+
+    def judge(self, proposal: Proposal) -> int:
+        """Return how many leading tokens may be committed without verification (0: lossless)."""
+        ...

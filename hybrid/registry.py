@@ -1,0 +1,53 @@
+"""Names of drafters and verifiers, kept as strings so that nothing is imported before use.
+
+Other packages add theirs through the entry-point groups ``hybrid.drafters`` and
+``hybrid.verifiers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
+
+from hybrid.errors import ConfigError, did_you_mean
+
+DRAFTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "none": "hybrid.drafters.none:NoDrafter",
+        "ngram": "hybrid.drafters.ngram:NgramDrafter",
+        "self-diffusion": "hybrid.drafters.self_diffusion:SelfDiffusionDrafter",
+    }
+)
+VERIFIERS: Mapping[str, str] = MappingProxyType(
+    {
+        "greedy": "hybrid.verifiers.greedy:GreedyVerifier",
+        "rejection": "hybrid.verifiers.rejection:RejectionVerifier",
+        "block": "hybrid.verifiers.block:BlockVerifier",
+    }
+)
+_BUILT_IN = {"drafter": DRAFTERS, "verifier": VERIFIERS}
+
+
+def names(kind: str) -> dict[str, str]:
+    """Return {name: "module:attribute"} of one kind, "drafter" or "verifier"."""
+    found = {e.name: e.value for e in entry_points(group=f"hybrid.{kind}s")}
+    return {**found, **_BUILT_IN[kind]}
+
+
+def load(kind: str, name: str) -> Any:
+    """Return the class registered as `name`.
+
+    Raises:
+        ConfigError: no such name, or its module cannot be imported.
+    """
+    table = names(kind)
+    if name not in table:
+        raise ConfigError(f"Unknown {kind} {name!r}.{did_you_mean(name, table)}")
+    module, _, attribute = table[name].partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{kind} {name!r} ({table[name]}) cannot be loaded: {error}") from error

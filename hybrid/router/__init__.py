@@ -1,0 +1,1 @@
+"""Routers: which mode, how many tokens."""

@@ -1,0 +1,1 @@
+"""What accepts tokens."""
