@@ -37,7 +37,7 @@ def accept_by_block(
     # The paper's p_i: how likely the first i tokens may be kept, given that they were drafted.
     keep = [1.0]
     for ratio in likelihood_ratios(target_probs, draft_probs, tokens):
-        keep.append(min(1.0, keep[-1] * ratio))
+        keep.append(min(keep[-1] * ratio, 1.0))  # in this order NaN stays NaN
     scale = torch.tensor(keep[:-1], dtype=torch.float64, device=target_probs.device).unsqueeze(1)
     owed = excess(scale * target_probs[:-1], draft_probs, tokens)  # [K, V]
     # The paper's h_i: the chance to stop at i or later, were no longer prefix to pass.

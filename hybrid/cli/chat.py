@@ -32,7 +32,7 @@ def chat(
     """Chat in the terminal. With piped input each line is a message and the output is plain."""
     params = sampling.to_params()
     decoder = options.load_decoder(model)
-    if not decoder.tokenizer.has_chat_template:
+    if decoder.tokenizer is None or not decoder.tokenizer.has_chat_template:
         raise ConfigError(
             f"{decoder.model_name} has no chat template, which a chat needs. "
             "hybrid generate --raw continues a text."

@@ -53,9 +53,10 @@ def generate(
     params = sampling.to_params()
     text = options.read_text(prompt)
     decoder = options.load_decoder(model)
-    is_chat = (
-        chat if chat is not None else system is not None or decoder.tokenizer.has_chat_template
-    )
+    is_chat = chat
+    if is_chat is None:
+        tokenizer = decoder.tokenizer
+        is_chat = system is not None or (tokenizer is not None and tokenizer.has_chat_template)
     request = _messages(text, system) if is_chat else text
     if as_json:
         result = decoder.generate(request, params, strategy=strategy)

@@ -1,17 +1,25 @@
-"""A drafter that raises costs one warning and some speed, never the answer."""
+"""A drafter that raises or breaks its contract costs one warning and some speed, never the answer."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from hybrid.protocols import Drafter, DraftState
-from hybrid.types import Plan, Proposal
+from hybrid.errors import ProposalError
+from hybrid.protocols import DraftState
+from hybrid.types import Plan, Proposal, SequenceState, StepRecord
+
+if TYPE_CHECKING:
+    from hybrid.decode.step import Engine
 
 
 class DrafterWarning(RuntimeWarning):
-    """A drafter raised; the step went on without a draft."""
+    """A drafter raised or broke its contract; the step went on without a draft."""
 
 
 def empty_proposal(batch: int) -> Proposal:
@@ -19,21 +27,107 @@ def empty_proposal(batch: int) -> Proposal:
     return Proposal(torch.empty(batch, 0, dtype=torch.long), (0,) * batch)
 
 
-def draft_or_nothing(drafter: Drafter, state: DraftState, plan: Plan) -> Proposal:
-    """Return the drafter's proposal, or an empty one when it raises.
+def draft_or_nothing(engine: Engine, state: DraftState, plan: Plan) -> Proposal:
+    """Return the drafter's proposal, or an empty one when it raises or proposes nonsense.
 
     Warns:
-        DrafterWarning: the drafter raised. Python's default filter shows it once.
+        DrafterWarning: once per call of `generate` or `stream`.
     """
     if plan.num_draft_tokens == 0:
         return empty_proposal(len(state.rows))
     try:
-        return drafter.draft(state, plan)
+        proposal = engine.drafter.draft(state, plan)
+        _check(proposal, len(state.rows), plan.num_draft_tokens, engine.backbone.vocab_size)
+        return _fit(proposal, state.rows, engine.backbone.vocab_size)
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything, the answer must go on
-        warnings.warn(
-            f"Drafter {drafter.name!r} raised {type(error).__name__}: {error}. "
-            "This step decodes without a draft; the output is not affected.",
-            DrafterWarning,
-            stacklevel=2,
-        )
+        _warn(engine, error)
         return empty_proposal(len(state.rows))
+
+
+def observe_or_nothing(engine: Engine, record: StepRecord) -> None:
+    """Tell the drafter what became of its proposal.
+
+    Warns:
+        DrafterWarning: it raised; once per call of `generate` or `stream`.
+    """
+    try:
+        engine.drafter.observe(record)
+    except Exception as error:  # noqa: BLE001 - as above
+        _warn(engine, error)
+
+
+def _warn(engine: Engine, error: Exception) -> None:
+    if engine.drafter_failed:
+        return
+    engine.drafter_failed = True
+    warnings.warn(
+        f"Drafter {engine.drafter.name!r} raised {type(error).__name__}: {error} "
+        "Such steps decode without a draft; the output is not affected.",
+        DrafterWarning,
+        stacklevel=3,
+    )
+
+
+def _check(proposal: Proposal, batch: int, limit: int, vocab_size: int) -> None:
+    """Refuse what would crash the step or change its outcome.
+
+    Ids on an accelerator are not read, which would cost a host sync: `_fit` bounds them.
+
+    Raises:
+        ProposalError: a wrong type, shape, count, id or probability.
+    """
+    if not isinstance(proposal, Proposal):
+        raise ProposalError(f"draft: got {type(proposal).__name__}, expected a Proposal.")
+    tokens, counts, draft_probs = proposal.tokens, proposal.num_tokens, proposal.draft_probs
+    is_table = tokens.ndim == 2 and tokens.dtype in {torch.int64, torch.int32}
+    if not is_table or tokens.shape[0] != batch:
+        raise ProposalError(
+            f"tokens: got {tokens.dtype} {list(tokens.shape)}, expected integers [{batch}, K]."
+        )
+    most = min(limit, tokens.shape[1])
+    if len(counts) != batch or not all(0 <= count <= most for count in counts):
+        raise ProposalError(f"num_tokens: got {counts}, expected {batch} numbers from 0 to {most}.")
+    if tokens.device.type == "cpu":
+        ids = [t for row, n in zip(tokens.tolist(), counts, strict=True) for t in row[:n]]
+        bad = next((t for t in ids if not 0 <= t < vocab_size), None)
+        if bad is not None:
+            raise ProposalError(f"tokens: got id {bad}, expected ids from 0 to {vocab_size - 1}.")
+    if proposal.entropy is not None and proposal.entropy.shape != tokens.shape:
+        raise ProposalError(
+            f"entropy: got {list(proposal.entropy.shape)}, expected {list(tokens.shape)}."
+        )
+    if draft_probs is not None:
+        if draft_probs.shape != (*tokens.shape, vocab_size):
+            raise ProposalError(
+                f"draft_probs: got {list(draft_probs.shape)}, "
+                f"expected {[*tokens.shape, vocab_size]}."
+            )
+        _check_laws(draft_probs, tokens.to(draft_probs.device), counts)
+
+
+def _check_laws(draft_probs: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+    ids = tokens.long().clamp(0, draft_probs.shape[2] - 1).unsqueeze(2)
+    is_law = (draft_probs.amin(dim=2) >= 0) & draft_probs.sum(dim=2).isfinite()
+    is_law &= draft_probs.gather(2, ids).squeeze(2) > 0
+    if not all(all(row[:n]) for row, n in zip(is_law.tolist(), counts, strict=True)):  # host sync
+        raise ProposalError(
+            "draft_probs: got a row with NaN, a negative number or 0 for the proposed token, "
+            "expected the distribution that the token was drawn from."
+        )
+
+
+def _fit(proposal: Proposal, rows: Sequence[SequenceState], vocab_size: int) -> Proposal:
+    """Cut what no row could commit, and make every id, padding too, one that can be embedded."""
+    # The step's last token comes from the target, so a draft may fill all but one place.
+    room = [row.sampling.max_new_tokens - row.num_new_tokens - 1 for row in rows]
+    num_tokens = tuple(map(min, proposal.num_tokens, room))
+    width = max(num_tokens)
+    laws, entropy = proposal.draft_probs, proposal.entropy
+    return replace(
+        proposal,
+        tokens=proposal.tokens[:, :width].clamp(0, vocab_size - 1),
+        num_tokens=num_tokens,
+        draft_probs=None if laws is None else laws[:, :width],
+        entropy=None if entropy is None else entropy[:, :width],
+        confidence=None,
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row
-from hybrid.decode.fallback import draft_or_nothing
+from hybrid.decode.fallback import draft_or_nothing, observe_or_nothing
 from hybrid.decode.stopping import StopRule
 from hybrid.protocols import Backbone, Cache, Drafter, DraftState, Router, Verifier
 from hybrid.sampling import process_logits
@@ -31,6 +31,7 @@ class Engine:
         rules: stop rule of each cache row.
         hidden: {layer: [B, C]} taps of each active row's last cached token.
         history: what the steps so far did.
+        drafter_failed: the drafter raised, and the user was told.
     """
 
     backbone: Backbone
@@ -42,6 +43,7 @@ class Engine:
     rules: dict[int, StopRule] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     history: list[StepRecord] = field(default_factory=list)
+    drafter_failed: bool = False
 
 
 def decode_step(engine: Engine) -> StepRecord:
@@ -54,7 +56,7 @@ def decode_step(engine: Engine) -> StepRecord:
     rows = engine.rows
     plan = engine.router.plan(rows, engine.history)
     state = DraftState(rows, engine.cache, engine.hidden)
-    proposal = draft_or_nothing(engine.drafter, state, plan)
+    proposal = draft_or_nothing(engine, state, plan)
     drafted = time.perf_counter()
 
     inputs, positions = _inputs(rows, proposal, engine.backbone.device)
@@ -84,7 +86,7 @@ def decode_step(engine: Engine) -> StepRecord:
         seconds=time.perf_counter() - started,
     )
     keep_taps(engine, out.hidden, verdict.num_accepted)
-    engine.drafter.observe(record)
+    observe_or_nothing(engine, record)
     engine.history.append(record)
     return record
 
@@ -121,7 +123,9 @@ def keep_taps(engine: Engine, hidden: Mapping[int, Tensor], index: Sequence[int]
     """Keep the taps of each row's last cached token; drop the rows that ended."""
     alive = [b for b, row in enumerate(engine.rows) if row.finish_reason is None]
     for layer, values in hidden.items():
-        engine.hidden[layer] = torch.stack([values[b, index[b]] for b in alive]) if alive else values[:0, 0]
+        engine.hidden[layer] = (
+            torch.stack([values[b, index[b]] for b in alive]) if alive else values[:0, 0]
+        )
     engine.rows = [engine.rows[b] for b in alive]
 
 
@@ -129,7 +133,6 @@ def _inputs(
     rows: Sequence[SequenceState], proposal: Proposal, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     anchors = torch.tensor([[row.anchor] for row in rows])
-    width = 1 + max(proposal.num_tokens)
-    inputs = torch.cat([anchors.to(device), proposal.tokens[:, : width - 1].to(device)], dim=1)
+    inputs = torch.cat([anchors.to(device), proposal.tokens.to(device)], dim=1)
     starts = torch.tensor([[row.cached_len] for row in rows])
-    return inputs, (starts + torch.arange(width)).to(device)
+    return inputs, (starts + torch.arange(inputs.shape[1])).to(device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid.errors import CheckpointError
 from hybrid.models.checkpoint import INT4_GROUP, INT4_METHOD, Checkpoint, Int4Blocks
 from hybrid.models.fetch import Progress, first_line
-from hybrid.models.gguf import read_gguf
+from hybrid.models.gguf import open_gguf, read_gguf
 
 _SHARD_BYTES = 4 << 30
 
@@ -38,7 +38,8 @@ def convert_gguf(
         OSError: the folder cannot be written.
     """
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    checkpoint = read_gguf(gguf, dtype, keep_int4=precision == "int4")
+    reader = open_gguf(gguf)
+    checkpoint = read_gguf(gguf, dtype, keep_int4=precision == "int4", reader=reader)
     has_int4 = _write_tensors(checkpoint, folder, progress)
     config = {**checkpoint.config, "dtype": str(dtype).removeprefix("torch.")}
     if has_int4:
@@ -46,7 +47,9 @@ def convert_gguf(
         config["quantization_config"] = quantization
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", checkpoint.generation_config)
-    _write_tokenizer(gguf, folder)
+    if "tokenizer.ggml.tokens" in reader.fields:
+        pre = reader.fields.get("tokenizer.ggml.pre")
+        _write_tokenizer(gguf, folder, pre.contents() if pre else None)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -88,21 +91,19 @@ def _write_tensors(checkpoint: Checkpoint, folder: Path, progress: Progress | No
     return has_int4
 
 
-def _write_tokenizer(gguf: Path, folder: Path) -> None:
-    """Save the tokenizer that the GGUF carries, if it carries one, chat template included."""
-    from gguf import GGUFReader
+def _write_tokenizer(gguf: Path, folder: Path, pre: str | None) -> None:
+    """Save the tokenizer that the GGUF carries, chat template included.
+
+    `pre` is llama.cpp's name of the pre-tokenizer.
+    """
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoTokenizer
 
-    fields = GGUFReader(gguf).fields
-    if "tokenizer.ggml.tokens" not in fields:
-        return
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(gguf.parent), gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
         )
-        pre = fields.get("tokenizer.ggml.pre")
-        if pre is not None and pre.contents() == "smollm":
+        if pre == "smollm":
             # transformers drops this first half of the model's own pre-tokenizer; without it,
             # white space before a digit is cut otherwise than in the training data.
             rest = tokenizer.backend_tokenizer.pre_tokenizer

@@ -84,7 +84,7 @@ def is_native(config: Mapping[str, Any]) -> bool:
 def why_not_native(config: Mapping[str, Any]) -> str | None:
     """Return what the native backbone lacks for this config, or None."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         return f"model_type {model_type!r}"
     family = FAMILIES[model_type]
     if config.get("hidden_act", "silu") != "silu":

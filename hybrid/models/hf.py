@@ -53,12 +53,11 @@ class HFCache:
         self._rows: list[DynamicCache | None] = [None] * batch
         self._scratch = [0] * batch
 
-    def open(self, row: int, num_tokens: int) -> DynamicCache:
-        """Return the row's cache without scratch, for a pass that appends `num_tokens`.
+    def require(self, row: int, num_tokens: int) -> None:
+        """Check that `num_tokens` more positions fit.
 
         Raises:
-            CapacityError: they do not fit.
-            ConfigError: scratch of an earlier pass cannot be dropped.
+            CapacityError: they do not.
         """
         needed = self.lengths[row] + num_tokens
         if needed > self.capacity:
@@ -66,6 +65,13 @@ class HFCache:
                 f"KV cache: row {row} needs {needed} positions, got a cache of {self.capacity}. "
                 "Shorten the prompt or allocate more."
             )
+
+    def open(self, row: int, num_tokens: int) -> DynamicCache:
+        """Return the row's cache without scratch, for a pass that appends `num_tokens`.
+
+        Raises:
+            ConfigError: scratch of an earlier pass cannot be dropped.
+        """
         self._drop(row, self._scratch[row])
         self._scratch[row] = num_tokens
         cache = self._rows[row]
@@ -112,8 +118,8 @@ class HFCache:
             return
         if not self.supports_rollback:
             raise ConfigError(
-                "This model's cache keeps a running state, not positions: tokens cannot be taken "
-                'back. Use strategy="ar".'
+                "This model can only decode one token after another: tokens cannot be taken back. "
+                'Use strategy="ar".'
             )
         cache.crop(-num_tokens)
 
@@ -141,8 +147,9 @@ class HFBackbone:
 
     Attributes:
         model: the transformers model, in eval mode.
-        supports_rollback: False for recurrent and linear-attention models, which can only decode
-            one token after another.
+        supports_rollback: False for recurrent and linear-attention models, and for "dynamic" RoPE,
+            where transformers rotates a token by the length of its pass: they can only decode one
+            token after another.
     """
 
     logit_shift = 1
@@ -175,7 +182,11 @@ class HFBackbone:
         self.mask_token_id: int | None = getattr(config, "mask_token_id", None)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.supports_rollback = all(map(_holds_positions, _row_cache(model.config).layers))
+        self._dynamic_ropes: list[Any] = [
+            m for m in model.modules() if getattr(m, "rope_type", None) == "dynamic"
+        ]
+        holds_positions = all(map(_holds_positions, _row_cache(model.config).layers))
+        self.supports_rollback = holds_positions and not self._dynamic_ropes
 
     @classmethod
     def from_path(
@@ -195,7 +206,7 @@ class HFBackbone:
                 local_files_only=Path(path).is_dir() or is_offline(),
                 output_loading_info=True,
             )
-        except Exception as error:  # noqa: BLE001  (each model class raises what it likes)
+        except Exception as error:  # each model class raises what it likes
             raise CheckpointError(f"transformers cannot load {path}: {error}") from error
         # Transformers fills what is missing with noise and only warns.
         missing = sorted(info["missing_keys"])
@@ -206,11 +217,23 @@ class HFBackbone:
             )
         return cls(model.to(device))
 
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of all weights; a tied head counts once."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
+    def cache_nbytes(self, batch: int, max_len: int) -> int:
+        """Bytes that a full cache will take, by the config's heads; running states not counted."""
+        config = self.model.config.get_text_config(decoder=True)
+        num_heads = getattr(config, "num_attention_heads", 0)
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(config, "head_dim", None) or self.hidden_size // max(num_heads, 1)
+        per_token = self.num_layers * 2 * num_kv_heads * head_dim * self.dtype.itemsize
+        return int(batch * max_len * per_token)
+
     def new_cache(self, batch: int, max_len: int) -> HFCache:
         """Return a cache of `batch` rows that grow to at most `max_len` positions."""
-        return HFCache(
-            self.model.config, batch, max_len, supports_rollback=self.supports_rollback
-        )
+        return HFCache(self.model.config, batch, max_len, supports_rollback=self.supports_rollback)
 
     @torch.inference_mode()
     def forward(
@@ -239,17 +262,17 @@ class HFBackbone:
         num_tokens = input_ids.shape[1]
         if num_tokens > 1 and write == Write.SCRATCH and not self.supports_rollback:
             raise ConfigError(
-                f"{type(self.model).__name__} cannot take tokens back, so it cannot verify "
-                f'drafts; got a pass of {num_tokens} uncommitted tokens. Use strategy="ar".'
+                f"{type(self.model).__name__} can only decode one token after another, so it "
+                f"cannot verify drafts; got a pass of {num_tokens} uncommitted tokens. "
+                'Use strategy="ar".'
             )
         for index, row in enumerate(rows):
+            cache.require(row, num_tokens)
             _require_causal(pattern, index, cache.lengths[row], position_ids[index])
         logits, hidden = [], []
         with self._tapped(taps) as tapped:
             for index, row in enumerate(rows):
-                logits.append(
-                    self._run_row(input_ids[index : index + 1], cache, row, logits_for)
-                )
+                logits.append(self._run_row(input_ids[index : index + 1], cache, row, logits_for))
                 hidden.append(dict(tapped))
                 if write == Write.COMMIT:
                     cache.commit(row, num_tokens)
@@ -258,12 +281,17 @@ class HFBackbone:
             {layer: torch.cat([own[layer] for own in hidden]) for layer in taps},
         )
 
-    def _run_row(self, input_ids: Tensor, cache: HFCache, row: int, logits_for: LogitsFor) -> Tensor:
+    def _run_row(
+        self, input_ids: Tensor, cache: HFCache, row: int, logits_for: LogitsFor
+    ) -> Tensor:
         num_tokens, start = input_ids.shape[1], cache.lengths[row]
         kwargs: dict[str, Any] = {self._cache_name: cache.open(row, num_tokens)}
         if self._takes_positions:
             positions = torch.arange(start, start + num_tokens, device=self.device)
             kwargs["position_ids"] = positions[None]
+        for module in self._dynamic_ropes:  # they remember the longest pass, of whatever row
+            module.max_seq_len_cached = module.original_max_seq_len
+            module.inv_freq = module.original_inv_freq
         num_logits = num_tokens if logits_for == "all" else 1
         if self._takes_logits_to_keep:
             kwargs["logits_to_keep"] = num_logits
@@ -273,7 +301,7 @@ class HFBackbone:
 
     @contextmanager
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Collect the outputs of layers. (`output_hidden_states` has the last after its norm.)"""
+        """Collect outputs of layers; `output_hidden_states` would give the last after its norm."""
         tapped: dict[int, Tensor] = {}
 
         def keep(layer: int) -> Any:
@@ -282,15 +310,14 @@ class HFBackbone:
 
             return hook
 
-        layers = self._layers() if taps else ()
-        handles = [layers[layer].register_forward_hook(keep(layer)) for layer in taps]
+        handles = [self._layers()[n].register_forward_hook(keep(n)) for n in taps]
         try:
             yield tapped
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _layers(self) -> Sequence[Any]:
+    def _layers(self) -> nn.ModuleList:
         for module in self.model.get_decoder().modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return module

@@ -49,7 +49,9 @@ class Rope:
         self._exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim  # [D/2]
         self._inv_freq = _inverse_frequencies(spec, self._exponents)  # [D/2]
 
-    def __call__(self, position_ids: Tensor, seq_len: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, position_ids: Tensor, seq_len: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [B, T, D/2] float32.
 
         Rotate-half convention: (x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin).

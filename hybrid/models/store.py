@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import is_zipfile
 
 from filelock import FileLock, Timeout
 
@@ -73,11 +72,12 @@ def resolve(
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == DEFAULT_NAME:
         return _default(precision, None, progress)
-    if path.is_dir():
+    if name and path.is_dir():  # the empty path would be the working folder
         return path
     if path.is_file() and path.suffix == ".gguf":
         return _from_gguf(path, precision, progress)
-    if path.is_file() and is_zipfile(path):
+    if path.is_file() and path.suffix == ".whl":
+        fetch.check_wheel(path)
         return _default(precision, path, progress)
     if not path.exists() and fetch.is_hub_id(name):
         return fetch.snapshot(name)
@@ -107,8 +107,8 @@ def path_of(name: str, precision: str | None = None) -> Path:
     models = {model.name: model for model in installed()}
     if name not in models:
         raise CheckpointError(
-            f"Model {name!r} is not in {_models()}. Installed: {', '.join(models) or 'none'}."
-            f"{did_you_mean(name, models)} `hybrid models pull {DEFAULT_NAME}` fetches the default."
+            f"Model {name!r} is not in {_models()}.{did_you_mean(name, models)} "
+            f"`hybrid models pull {DEFAULT_NAME}` fetches the default model."
         )
     model = models[name]
     if precision is None:

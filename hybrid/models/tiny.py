@@ -67,12 +67,16 @@ def tiny_checkpoint(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim or hidden_size // num_heads,
+        "head_dim": hidden_size // num_heads,
         "max_position_embeddings": 512,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    known = AutoConfig.for_model(family)  # gpt2, say, knows no kv heads
+    fields = {name: value for name, value in fields.items() if hasattr(known, name)}
+    if head_dim is not None:
+        fields["head_dim"] = head_dim
     if rope is not None:
         fields["rope_parameters"] = dict(rope)
     if tokenizer:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markdown import Markdown
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
@@ -60,10 +62,11 @@ def glyphs_for(console: Console) -> Glyphs:
 
 def tint(pieces: Iterable[tuple[str, Source]]) -> Text:
     """Return the pieces as one text, each in the colour of its source."""
-    return Text.assemble(*((clean(text), TINTS[source]) for text, source in pieces))
+    runs = groupby(pieces, key=lambda piece: TINTS[piece[1]])
+    return Text.assemble(*((clean("".join(text for text, _ in run)), style) for style, run in runs))
 
 
-def markdown(text: str) -> Markdown:
+def markdown(text: str) -> RenderableType:
     """Return the answer as Markdown in which nothing is hidden.
 
     Inline HTML is shown as written (rich would drop ``List<int>``), and a link shows its address.
@@ -71,7 +74,24 @@ def markdown(text: str) -> Markdown:
     rendered = Markdown(clean(text), hyperlinks=False, code_theme="ansi_dark")
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
     rendered.parsed = parser.parse(rendered.markup)
-    return rendered
+    return _Trimmed(rendered)
+
+
+@dataclass(frozen=True)
+class _Trimmed:
+    """Content without the blanks that rich puts at line ends: they spoil copying and resizing."""
+
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in Segment.split_lines(console.render(self.content, options)):
+            while line and not line[-1].text.strip() and not line[-1].control:
+                line.pop()
+            if line:
+                last = line.pop()
+                yield from line
+                yield Segment(last.text.rstrip(), last.style)
+            yield Segment.line()
 
 
 def strip(steps: Sequence[StepRecord], width: int, marks: Glyphs | None = None) -> Text:
@@ -109,6 +129,7 @@ def status(turn: Turn, width: int) -> Text:
     parts = [turn.strategy if turn.strategy == mode else f"{turn.strategy} ({mode})"]
     if stats.num_new_tokens:
         parts.append(f"{stats.tokens_per_second:.1f} tok/s")
+    if stats.num_verify_forwards:
         parts.append(f"acceptance {stats.acceptance_length:.2f}")
         parts.append(f"TPF {stats.tokens_per_forward:.2f}")
     if turn.max_seq_len:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from typing import Protocol, TextIO
 
 from rich.console import Console, RenderableType
@@ -77,8 +78,7 @@ class LiveScreen:
                 due = end + max(self._MIN_INTERVAL, 10 * (end - begin))
 
         try:
-            with live:
-                live.refresh()
+            with _no_echo(), live:
                 yield update
                 live.update(Text(""))
         finally:
@@ -121,6 +121,23 @@ class PlainScreen:
             if turn.steps:
                 self._stdout.write("\n" if turn.is_complete else " [stopped]\n")
                 self._stdout.flush()
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """Keep what the user types ahead out of the region that is being redrawn."""
+    if not sys.stdin.isatty() or find_spec("termios") is None:
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def _one_line(message: str) -> str:

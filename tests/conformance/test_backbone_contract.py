@@ -64,7 +64,9 @@ class Case:
         pattern = causal(starts, tokens.shape[1])
         return self.backbone.forward(tokens, positions, pattern, cache, rows, **kwargs)
 
-    def logits(self, cache: Cache, tokens: Tensor, rows: Sequence[int] = (0,), **kwargs: Any) -> Tensor:
+    def logits(
+        self, cache: Cache, tokens: Tensor, rows: Sequence[int] = (0,), **kwargs: Any
+    ) -> Tensor:
         logits = self.forward(cache, tokens, rows, **kwargs).logits
         assert logits is not None
         return logits
@@ -240,12 +242,13 @@ def test_taps_are_the_residual_stream_after_a_layer(case: Case) -> None:
 
 
 def test_a_pass_that_does_not_fit_changes_nothing(case: Case) -> None:
-    cache = case.backbone.new_cache(1, 12)
-    case.forward(cache, TOKENS[0, :10], write=Write.COMMIT)
-    with pytest.raises(CapacityError, match="needs 13 positions, got a cache of 12"):
-        case.forward(cache, TOKENS[0, 10:13])
-    assert cache.lengths == [10]
-    logits = case.logits(cache, TOKENS[0, 10:12])
+    """Not even the rows for which it would fit."""
+    cache = case.backbone.new_cache(2, 12)
+    case.forward(cache, TOKENS[0, :10], (1,), write=Write.COMMIT)
+    with pytest.raises(CapacityError, match="row 1 needs 13 positions, got a cache of 12"):
+        case.forward(cache, TOKENS[:2, 10:13], (0, 1), write=Write.COMMIT)
+    assert cache.lengths == [0, 10]
+    logits = case.logits(cache, TOKENS[0, 10:12], (1,))
     torch.testing.assert_close(logits[0], case.expected(TOKENS[0])[10:12], **CLOSE)
 
 

@@ -110,12 +110,9 @@ def test_rows_may_be_swapped_for_others():
 
 
 def test_it_is_a_drafter():
-    assert isinstance(NgramDrafter(), Drafter)
-    assert (NgramDrafter.name, NgramDrafter.taps, NgramDrafter().max_draft_tokens) == (
-        "ngram",
-        (),
-        8,
-    )
+    drafter = NgramDrafter()
+    assert isinstance(drafter, Drafter)
+    assert (drafter.name, drafter.taps, drafter.max_draft_tokens) == ("ngram", (), 8)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,9 @@ def test_spec_has_the_values_that_transformers_has(family: str, fields: dict[str
     assert spec.tie_embeddings == want.tie_word_embeddings
     assert spec.rope.theta == want.rope_parameters["rope_theta"]
     eos = want.eos_token_id
-    assert spec.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+    assert spec.eos_token_ids == (
+        () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,10 +85,16 @@ def test_spec_has_the_values_that_transformers_has(family: str, fields: dict[str
             {"use_sliding_window": True, "sliding_window": 8, "layer_types": MIXED},
             (None, 8, None, 8),
         ),
-        ("qwen2", {"use_sliding_window": False, "layer_types": ["full_attention"] * 4}, (None,) * 4),
+        (
+            "qwen2",
+            {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},
+            (None,) * 4,
+        ),
     ],
 )
-def test_sliding_windows(family: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_sliding_windows(
+    family: str, fields: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
     assert spec_from_config(sizes(family, **fields)).sliding_windows == windows
 
 
@@ -261,7 +269,9 @@ SENSITIVE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "changes"), SENSITIVE, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+@pytest.mark.parametrize(
+    ("case", "changes"), SENSITIVE, ids=lambda x: x if isinstance(x, str) else "-".join(x)
+)
 def test_the_cases_are_sensitive(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Leaving a feature out moves the logits far more than the agreement test allows."""
     pair = Pair(tmp_path, *CASES[case])

@@ -1,0 +1,74 @@
+"""What a number depends on besides the code that is measured: versions, machine, commit, date."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid import __version__
+from hybrid.metrics import peak_rss_mib
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return the environment of this process as JSON types.
+
+    `git_sha` and `is_dirty` are None outside a checkout. `peak_memory_mib` is the most that the
+    whole process has held, with every model that is compared in it.
+    """
+    is_cuda = device.type == "cuda"
+    return {
+        "hybrid": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        **_commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "system": platform.platform(),
+        "device": str(device),
+        "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "cpu": _cpu_model(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "peak_memory_mib": peak_rss_mib(),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    if not (_ROOT / ".git").exists():
+        return {"git_sha": None, "is_dirty": None}
+    # Results that a run appends do not change what the next one measures.
+    changes = _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
+    )
+    return {
+        "git_sha": _git("rev-parse", "HEAD"),
+        "is_dirty": None if changes is None else bool(changes),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,223 @@
+"""``hybrid bench``: transformers and our strategies on the same prompts, taking turns.
+
+stdout holds the tables and, on its last line, the report as one JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybrid.cli import options
+from hybrid.cli.bench_tables import print_tables
+from hybrid.cli.options import ModelOptions
+from hybrid.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from hybrid.bench.candidates import Candidate
+    from hybrid.decoder import HybridDecoder
+    from hybrid.protocols import Backbone
+
+EXAMPLES = """Examples:
+
+  hybrid bench --limit 5
+
+  hybrid bench --also-dtype float32 --out benchmarks/results/cpu.jsonl
+
+  hybrid bench --strategies ar,auto --prompts questions.jsonl --no-transformers
+
+  hybrid bench --widths 1,2,4,8,16
+"""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure, on what, against whom."""
+
+    strategies: Annotated[
+        str, typer.Option(help="What to measure, separated by commas; see hybrid list.")
+    ] = "ar,ngram,speculative"
+    also_dtype: Annotated[
+        str | None, typer.Option(help="Measure this precision in the same run too.")
+    ] = None
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Length limit of each answer.")
+    ] = 128
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines with prompt (text, chat) or p (token ids); default: 20."),
+    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts.")] = None
+    transformers: Annotated[
+        bool, typer.Option("--transformers/--no-transformers", help="Compare with its generate.")
+    ] = True
+    llama_cpp: Annotated[
+        str | None,
+        typer.Option(help="Compare with llama.cpp: a Python that has llama-cpp-python."),
+    ] = None
+    widths: Annotated[
+        str | None, typer.Option(help="Time one forward by rows instead, as in 1,2,4,8,16.")
+    ] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Append the JSON document to this file.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON document alone.")] = False
+
+
+@options.flatten
+def bench(model: ModelOptions, what: BenchOptions) -> None:
+    """Measure speed, acceptance and equality. The ratio is the result; times depend on the day."""
+    import torch
+
+    from hybrid.bench.environment import describe
+    from hybrid.bench.prompts import PROMPTS, read_prompts
+
+    strategies = _strategies(what.strategies)
+    widths = None if what.widths is None else _numbers(what.widths)
+    texts = PROMPTS if what.prompts is None else read_prompts(what.prompts)
+    if what.threads is not None:
+        torch.set_num_threads(what.threads)
+    dtypes = [model.dtype] if what.also_dtype is None else [model.dtype, what.also_dtype]
+    decoders = _by_precision([options.load_decoder(replace(model, dtype=d)) for d in dtypes])
+    if widths is not None:
+        measured = _time_widths(decoders, widths)
+    else:
+        measured = _compare(model, what, decoders, strategies, texts[: what.limit])
+    device = next(iter(decoders.values())).backbone.device
+    document = {**measured, "environment": describe(device)}
+    document["settings"] = {**asdict(model), **document["settings"]}
+    line = json.dumps(document)
+    if what.out is not None:
+        _append(what.out, line)
+    if not what.as_json:
+        print_tables(document)
+    typer.echo(line)
+
+
+def _strategies(text: str) -> list[str]:
+    from hybrid.decoder import STRATEGIES
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"strategies: got {name!r}.{did_you_mean(name, STRATEGIES)}")
+    return list(dict.fromkeys(names))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"widths: got {text!r}, expected numbers such as 1,2,4,8.") from None
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        typer.echo(f"Warning: {path} cannot be written: {error}", err=True)
+
+
+def _by_precision(decoders: list[HybridDecoder]) -> dict[str, HybridDecoder]:
+    from hybrid.bench.candidates import precision
+
+    named = {precision(decoder.backbone): decoder for decoder in decoders}
+    if len(named) < len(decoders):
+        raise ConfigError(f"also-dtype: got {next(iter(named))}, which --dtype measures already.")
+    return named
+
+
+def _time_widths(decoders: dict[str, HybridDecoder], widths: list[int]) -> dict[str, Any]:
+    from hybrid.bench.widths import CONTEXT, REPEATS, time_widths
+
+    backbones = {name: decoder.backbone for name, decoder in decoders.items()}
+    return {
+        "kind": "widths",
+        "settings": {"context": CONTEXT, "repeats": REPEATS},
+        "ms_per_forward": time_widths(backbones, widths),
+    }
+
+
+def _compare(
+    model: ModelOptions,
+    what: BenchOptions,
+    decoders: dict[str, HybridDecoder],
+    strategies: list[str],
+    texts: Sequence[Any],
+) -> dict[str, Any]:
+    from hybrid.bench.candidates import SEED, DecoderCandidate
+    from hybrid.bench.prompts import encode_prompts
+    from hybrid.bench.report import report_rows
+    from hybrid.bench.runner import WARM_UP_TOKENS, measure
+
+    first = next(iter(decoders.values()))
+    prompts = encode_prompts(texts, first)
+    max_seq_len = max(map(len, prompts)) + what.max_new_tokens
+    ours = [
+        DecoderCandidate(decoder, strategy, model.num_draft_tokens)
+        for decoder in decoders.values()
+        for strategy in strategies
+    ]
+    with _baselines(model.model, what, first.backbone, max_seq_len) as baselines:
+        candidates = [*baselines, *ours]
+        samples = measure(candidates, prompts, what.max_new_tokens, progress=_progress)
+        rows = report_rows(candidates, samples, prompts, what.max_new_tokens)
+    return {
+        "kind": "generate",
+        "settings": {
+            "prompts": "built-in" if what.prompts is None else what.prompts.name,
+            "num_prompts": len(prompts),
+            "num_prompt_tokens": [len(ids) for ids in prompts],
+            "max_new_tokens": what.max_new_tokens,
+            "temperature": 0,
+            "seed": SEED,
+            "batch": 1,
+            "warm_up_tokens": min(WARM_UP_TOKENS, what.max_new_tokens),
+        },
+        "rows": rows,
+    }
+
+
+@contextmanager
+def _baselines(
+    model: str, what: BenchOptions, backbone: Backbone, max_seq_len: int
+) -> Iterator[list[Candidate]]:
+    """Yield the other engines that were asked for, and end their processes."""
+    import torch
+
+    from hybrid.bench.candidates import TransformersCandidate
+    from hybrid.bench.llama_cpp import LlamaCpp, gguf_file
+    from hybrid.models.reference import TransformersReference
+    from hybrid.models.store import resolve
+
+    found: list[Candidate] = []
+    with ExitStack() as stack:
+        if what.transformers:
+            with options.progress_bar() as report:
+                path = resolve(model, "float32", progress=report)
+            found.append(TransformersCandidate(TransformersReference(path, backbone.device)))
+        if what.llama_cpp is not None:
+            process = LlamaCpp(
+                what.llama_cpp,
+                gguf_file(model),
+                backbone.eos_token_ids,
+                max_seq_len=max_seq_len,
+                num_threads=torch.get_num_threads(),
+            )
+            stack.callback(process.close)
+            found.append(process)
+        yield found
+
+
+def _progress(done: int, total: int) -> None:
+    # A line per prompt: a bar that redraws itself would take time from what is measured.
+    typer.echo(f"prompt {done}/{total}", err=True)

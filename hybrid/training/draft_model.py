@@ -1,0 +1,243 @@
+"""`DraftModel`: the draft pass as a differentiable module, many anchors over one clean context.
+
+It computes what drafters/self_diffusion.py computes with the engine's layers, and is tested
+against it. Next: hybrid/training/trainer.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybrid.errors import ConfigError
+from hybrid.models.adapter import ATTENTION, MLP, PEFT_PREFIX, DraftConfig, unit_norm
+from hybrid.models.linear import DenseLinear, Linear
+from hybrid.models.transformer import Layer, NativeBackbone
+from hybrid.training.context import TargetContext
+
+
+class LoraPair(nn.Module):
+    """A and B of one projection; B starts at zero, so training starts at the base model."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        """Create [r, I] and [O, r]."""
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(rank, in_features))
+        self.b = nn.Parameter(torch.zeros(out_features, rank))
+        nn.init.kaiming_uniform_(self.a, a=5**0.5)
+
+
+class DraftLayer(nn.Module):
+    """Trainable part of one layer: seven low-rank updates and two norms."""
+
+    def __init__(self, backbone: NativeBackbone, layer: Layer, rank: int) -> None:
+        """Start as the base layer."""
+        super().__init__()
+        s = backbone.spec
+        heads, groups = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        width, inner = s.hidden_size, s.intermediate_size
+        shapes = {
+            "q_proj": (width, heads),
+            "k_proj": (width, groups),
+            "v_proj": (width, groups),
+            "o_proj": (heads, width),
+            "gate_proj": (width, inner),
+            "up_proj": (width, inner),
+            "down_proj": (inner, width),
+        }
+        self.lora = nn.ModuleDict({n: LoraPair(*shape, rank) for n, shape in shapes.items()})
+        self.input_norm = nn.Parameter(layer.input_norm.float().clone())
+        self.post_norm = nn.Parameter(layer.post_norm.float().clone())
+
+
+class DraftModel(nn.Module):
+    """Adapter parameters around a frozen backbone with dense weights."""
+
+    def __init__(self, backbone: NativeBackbone, config: DraftConfig) -> None:
+        """Create the parameters; torch's global seed decides their values.
+
+        Raises:
+            ConfigError: layers outside the model, or packed weights.
+        """
+        super().__init__()
+        if not 0 < config.entry_layer < backbone.num_layers:
+            raise ConfigError(
+                f"entry_layer: got {config.entry_layer}, expected 1 to {backbone.num_layers - 1}."
+            )
+        if any(layer >= backbone.num_layers for layer in config.feature_layers):
+            raise ConfigError(
+                f"feature_layers: got {config.feature_layers}, expected below "
+                f"{backbone.num_layers}."
+            )
+        self.backbone, self.config = backbone, config
+        width = backbone.hidden_size
+        self.layers = nn.ModuleList(
+            DraftLayer(backbone, layer, config.rank)
+            for layer in backbone.layers[config.entry_layer :]
+        )
+        self.norm = nn.Parameter(backbone.norm.float().clone())
+        self.slots = nn.Parameter(torch.zeros(config.num_draft_tokens + 1, width))
+        self.mask = nn.Parameter(torch.randn(width) * backbone.embedding.float().std())
+        self.project = nn.Parameter(torch.zeros(width, 2 * width))
+        self.features = nn.Parameter(torch.zeros(width, len(config.feature_layers) * width))
+
+    def forward(self, context: TargetContext, anchors: Tensor, head: Tensor) -> Tensor:
+        """Draft behind each anchor.
+
+        Args:
+            context: the sequence.
+            anchors: [N] positions; each needs a predecessor.
+            head: [V', C] rows of the output head to score.
+
+        Returns:
+            [N, K, V'] logits of the masked slots.
+        """
+        count = self.config.num_draft_tokens + 1
+        x = self._input(context, anchors, count).flatten(0, 1)  # [N (K+1), C]
+        positions = anchors[:, None] + torch.arange(count, device=anchors.device)
+        rotation = self._rotation(positions)
+        mask = _context_mask(anchors, context.tokens.shape[0], x.dtype)
+        for index, layer in enumerate(self.layers):
+            base = self.backbone.layers[self.config.entry_layer + index]
+            x = self._layer(layer, base, x, context.key_value[index], rotation, mask)
+        x = self._rms_norm(x, self.norm).view(len(anchors), count, -1)
+        # Flat rows: a product with a strided batch would copy the whole head.
+        return F.linear(x[:, 1:].flatten(0, 1), head).view(len(anchors), count - 1, -1)
+
+    def _input(self, context: TargetContext, anchors: Tensor, count: int) -> Tensor:
+        config, dtype = self.config, self.backbone.dtype
+        slots = self.slots[:count].to(dtype)
+        anchor = F.embedding(context.tokens[anchors], self.backbone.embedding)  # [N, C]
+        masked = (self.mask.to(dtype) + slots[1:]).expand(len(anchors), -1, -1)
+        own = torch.cat([anchor[:, None] + slots[:1], masked], dim=1)
+        seen = unit_norm(anchor)[:, None].expand_as(own)
+        before = anchors - 1
+        features = torch.cat(
+            [unit_norm(context.hidden[n][before]) for n in config.feature_layers], dim=-1
+        )
+        base = context.hidden[config.entry_layer - 1][before]
+        base = base + F.linear(features, self.features.to(dtype))
+        joined = torch.cat([seen, own], dim=-1)
+        return base[:, None] + slots + F.linear(joined, self.project.to(dtype))
+
+    def _layer(
+        self,
+        layer: DraftLayer,
+        base: Layer,
+        x: Tensor,
+        key_value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor,
+    ) -> Tensor:
+        h = self._rms_norm(x, layer.input_norm)
+        qkv = self._project(layer, base.qkv, ATTENTION[:3], h)
+        attended = self._attend(base, qkv, key_value, rotation, mask)
+        x = x + self._project(layer, base.o, ATTENTION[3:], attended)
+        h = self._rms_norm(x, layer.post_norm)
+        gate, up = self._project(layer, base.gate_up, MLP[:2], h).chunk(2, dim=-1)
+        return x + self._project(layer, base.down, MLP[2:], F.silu(gate) * up)
+
+    def _project(self, layer: DraftLayer, base: Linear, names: tuple[str, ...], x: Tensor) -> Tensor:
+        assert isinstance(base, DenseLinear)
+        scale = self.config.lora_alpha / self.config.rank
+        updates = []
+        for name in names:
+            pair = layer.lora[name]
+            assert isinstance(pair, LoraPair)
+            down = F.linear(x, pair.a.to(x.dtype))
+            updates.append(F.linear(down, (pair.b * scale).to(x.dtype)))
+        return F.linear(x, base.weight, base.bias) + torch.cat(updates, dim=-1)
+
+    def _attend(
+        self,
+        base: Layer,
+        qkv: Tensor,
+        key_value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor,
+    ) -> Tensor:
+        s = self.backbone.spec
+        qkv = qkv.view(len(qkv), -1, s.head_dim)
+        q, k, v = qkv.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
+        if base.q_norm is not None and base.k_norm is not None:
+            q, k = self._rms_norm(q, base.q_norm), self._rms_norm(k, base.k_norm)
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        return _two_part_attention(q, k, v, key_value, mask)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.backbone.rope(positions, positions + 1)
+        cos, sin = cos.to(self.backbone.dtype), sin.to(self.backbone.dtype)
+        return torch.cat([cos, cos], -1).flatten(0, 1)[:, None], torch.cat([-sin, sin], -1).flatten(
+            0, 1
+        )[:, None]
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.backbone.spec.norm_eps)
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors under their names on disk, float32."""
+        tensors = {
+            "norm.weight": self.norm,
+            "slots": self.slots,
+            "mask": self.mask,
+            "project": self.project,
+            "features": self.features,
+        }
+        for offset, layer in enumerate(self.layers):
+            index = self.config.entry_layer + offset
+            assert isinstance(layer, DraftLayer)
+            tensors[f"layers.{index}.input_norm"] = layer.input_norm
+            tensors[f"layers.{index}.post_norm"] = layer.post_norm
+            for name, pair in layer.lora.items():
+                block = "self_attn" if name in ATTENTION else "mlp"
+                assert isinstance(pair, LoraPair)
+                prefix = f"{PEFT_PREFIX}.{index}.{block}.{name}"
+                tensors[f"{prefix}.lora_A.weight"] = pair.a
+                tensors[f"{prefix}.lora_B.weight"] = pair.b
+        return {name: value.detach() for name, value in tensors.items()}
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotation
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def _context_mask(anchors: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return [N, S] additive: the slots of an anchor see the context before it."""
+    visible = torch.arange(length, device=anchors.device) < anchors[:, None]
+    mask = torch.zeros(visible.shape, dtype=dtype, device=anchors.device)
+    return mask.masked_fill_(~visible, float("-inf"))
+
+
+def _two_part_attention(q: Tensor, k: Tensor, v: Tensor, key_value: Tensor, mask: Tensor) -> Tensor:
+    """Attend to the shared context and to the slots of one's own anchor, in one softmax.
+
+    A dense mask over all anchors' slots would cost N times the second part.
+
+    Args:
+        q: [N (K+1), H, D].
+        k: [N (K+1), G, D].
+        v: [N (K+1), G, D].
+        key_value: [2, G, S, D] of the context.
+        mask: [N, S] additive.
+
+    Returns:
+        [N (K+1), H D].
+    """
+    num_anchors, length = mask.shape
+    num_groups, head_dim = k.shape[1:]
+    per_group, count = q.shape[1] // num_groups, len(q) // num_anchors
+    # [G, N, (K+1) H/G, D]: the queries of one anchor and one kv head are the rows of a matrix.
+    q = q.view(num_anchors, count, num_groups, per_group, head_dim).permute(2, 0, 1, 3, 4)
+    q = q.reshape(num_groups, num_anchors, count * per_group, head_dim) * head_dim**-0.5
+    own_k, own_v = (t.view(num_anchors, count, num_groups, head_dim).permute(2, 0, 1, 3) for t in (k, v))
+    flat = q.flatten(1, 2)
+    scores = (flat @ key_value[0].transpose(1, 2)).view(*q.shape[:3], length) + mask[:, None]
+    own = q @ own_k.transpose(2, 3)  # [G, N, (K+1) H/G, K+1]
+    weights = torch.softmax(torch.cat([scores, own], dim=-1), dim=-1, dtype=torch.float32)
+    weights = weights.to(q.dtype)
+    out = (weights[..., :length].flatten(1, 2) @ key_value[1]).view_as(q)
+    out = out + weights[..., length:] @ own_v
+    out = out.view(num_groups, num_anchors, count, per_group, head_dim).permute(1, 2, 0, 3, 4)
+    return out.reshape(num_anchors * count, -1)

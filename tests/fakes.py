@@ -1,0 +1,427 @@
+"""Stand-ins with known answers: a scripted target, drafters that are right or wrong on purpose, and
+tiny random models behind the real backbone.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid.attention.pattern import AttentionPattern
+from hybrid.decode.step import Engine
+from hybrid.decode.stopping import StopRule
+from hybrid.decoder import HybridDecoder
+from hybrid.models.adapter import (
+    ATTENTION,
+    MLP,
+    PEFT_PREFIX,
+    DiffusionAdapter,
+    DraftConfig,
+    base_shape,
+)
+from hybrid.models.checkpoint import open_checkpoint
+from hybrid.models.families import spec_from_config
+from hybrid.models.tiny import byte_tokenizer, tiny_checkpoint
+from hybrid.models.tokenizer import Tokenizer
+from hybrid.models.transformer import NativeBackbone
+from hybrid.params import SamplingParams
+from hybrid.protocols import DraftState, Drafter, ForwardOutput
+from hybrid.registry import load
+from hybrid.router.fixed import FixedRouter
+from hybrid.types import Plan, Proposal, SequenceState, StepRecord, Write
+
+BYTES = Tokenizer(byte_tokenizer())
+BYTE_VOCAB = BYTES.vocab_size
+EOS = BYTES.eos_token_ids[0]
+
+Next = Callable[[list[int]], Sequence[float]]
+
+
+# Targets
+
+
+class TokenCache:
+    """A cache that holds token ids instead of keys and values."""
+
+    def __init__(self, batch: int, capacity: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.lengths = [0] * batch
+        self.capacity = capacity
+
+    def commit(self, row: int, num_tokens: int) -> None:
+        assert self.lengths[row] + num_tokens <= len(self.tokens[row])
+        self.lengths[row] += num_tokens
+
+    def truncate(self, row: int, length: int) -> None:
+        assert 0 <= length <= self.lengths[row]
+        self.lengths[row] = length
+
+    def gather(self, row: int, keep: Sequence[int]) -> None:
+        start = self.lengths[row]
+        self.tokens[row][start:] = [self.tokens[row][start + k] for k in keep]
+        self.lengths[row] += len(keep)
+
+    def free(self, row: int) -> None:
+        self.tokens[row], self.lengths[row] = [], 0
+
+
+class FakeTarget:
+    """A backbone whose logits are `law(tokens so far)`. It checks what the loop asks of it."""
+
+    num_layers, hidden_size, mask_token_id, logit_shift = 1, 1, None, 1
+    weight_nbytes = 0
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(
+        self,
+        law: Next,
+        vocab_size: int,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        max_seq_len: int = 4096,
+        fail_at: dict[int, BaseException] | None = None,
+    ) -> None:
+        self.law, self.vocab_size = law, vocab_size
+        self.eos_token_ids, self.max_seq_len = eos_token_ids, max_seq_len
+        self.fail_at = fail_at or {}
+        self.num_forwards = 0
+        self.caches: list[TokenCache] = []
+
+    def cache_nbytes(self, batch: int, max_len: int) -> int:
+        return batch * max_len
+
+    def new_cache(self, batch: int, max_len: int) -> TokenCache:
+        self.caches.append(TokenCache(batch, max_len))
+        return self.caches[-1]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        pattern: AttentionPattern,
+        cache: TokenCache,
+        rows: Sequence[int],
+        *,
+        write: Write = Write.SCRATCH,
+        logits_for: str = "all",
+        taps: Sequence[int] = (),
+        entry: Any = None,
+    ) -> ForwardOutput:
+        self.num_forwards += 1
+        if self.num_forwards in self.fail_at:
+            raise self.fail_at[self.num_forwards]
+        num_tokens = input_ids.shape[1]
+        assert pattern.is_causal
+        assert entry is None
+        assert ((input_ids >= 0) & (input_ids < self.vocab_size)).all()
+        logits = torch.empty(len(rows), num_tokens, self.vocab_size)
+        for b, row in enumerate(rows):
+            start = cache.lengths[row]
+            assert pattern.prefix_len[b] == start
+            assert position_ids[b].tolist() == list(range(start, start + num_tokens))
+            assert start + num_tokens <= cache.capacity
+            cache.tokens[row][start:] = input_ids[b].tolist()
+            for t in range(num_tokens):
+                logits[b, t] = torch.tensor(self.law(cache.tokens[row][: start + t + 1]))
+            if write == Write.COMMIT:
+                cache.commit(row, num_tokens)
+        hidden = {n: position_ids[..., None].float() for n in taps}
+        return ForwardOutput(logits[:, -1:] if logits_for == "last" else logits, hidden)
+
+
+class ScriptedTarget(FakeTarget):
+    """Says `answer` after any prompt of `num_prompt_tokens` tokens, then repeats its last token."""
+
+    def __init__(self, answer: Sequence[int], num_prompt_tokens: int, **kwargs: Any) -> None:
+        self.answer = list(answer)
+
+        def law(tokens: list[int]) -> list[float]:
+            at = min(len(tokens) - num_prompt_tokens, len(self.answer) - 1)
+            logits = [0.0] * self.vocab_size
+            logits[self.answer[at]] = 5.0
+            return logits
+
+        kwargs.setdefault("eos_token_ids", (EOS,))
+        super().__init__(law, kwargs.pop("vocab_size", BYTE_VOCAB), **kwargs)
+
+
+class RandomTarget(FakeTarget):
+    """Logits drawn from a seed and the last three tokens: an n-gram model of a small vocabulary."""
+
+    def __init__(self, vocab_size: int, seed: int = 0, scale: float = 1.5, **kwargs: Any) -> None:
+        @lru_cache(maxsize=None)
+        def table(context: tuple[int, ...]) -> list[float]:
+            draw = random.Random(hash((seed, context)))
+            return [scale * draw.gauss(0, 1) for _ in range(vocab_size)]
+
+        super().__init__(lambda tokens: table(tuple(tokens[-3:])), vocab_size, **kwargs)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "mistral-window": ("mistral", {"sliding_window": 6}),
+}
+
+
+@lru_cache(maxsize=None)
+def tiny_backbone(
+    family: str = "llama", dtype: torch.dtype = torch.float32, vocab_size: int = 64, **fields: Any
+) -> NativeBackbone:
+    """Return a random model without a tokenizer and without EOS."""
+    kind, own = FAMILIES[family]
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_checkpoint(
+            folder, kind, vocab_size=vocab_size, tokenizer=False, **{**own, **fields}
+        )
+        checkpoint = open_checkpoint(path)
+        return NativeBackbone(spec_from_config(checkpoint.config), checkpoint.tensors, dtype=dtype)
+
+
+def with_eos(backbone: NativeBackbone, *eos_token_ids: int) -> NativeBackbone:
+    """Return a backbone that shares the weights and has other EOS ids."""
+    twin: NativeBackbone = object.__new__(NativeBackbone)
+    twin.__dict__.update(backbone.__dict__)
+    twin.spec = replace(backbone.spec, eos_token_ids=eos_token_ids)
+    twin.eos_token_ids = eos_token_ids
+    return twin
+
+
+def random_adapter(
+    backbone: NativeBackbone, num_draft_tokens: int = 7, seed: int = 0
+) -> DiffusionAdapter:
+    """Return an untrained diffusion adapter: its drafts are noise, which a verifier must survive."""
+    spec, generator = backbone.spec, torch.Generator().manual_seed(seed)
+    config = DraftConfig(num_draft_tokens, 1, (0, spec.num_layers - 1), 2, 4, base_shape(backbone))
+    width, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    groups, inner = spec.num_kv_heads * spec.head_dim, spec.intermediate_size
+    sizes = {"q_proj": (width, heads), "k_proj": (width, groups), "v_proj": (width, groups)}
+    sizes |= {"o_proj": (heads, width), "gate_proj": (width, inner), "up_proj": (width, inner)}
+    sizes |= {"down_proj": (inner, width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "norm.weight": (width,),
+        "slots": (num_draft_tokens + 1, width),
+        "mask": (width,),
+        "project": (width, 2 * width),
+        "features": (width, len(config.feature_layers) * width),
+    }
+    for index in range(config.entry_layer, spec.num_layers):
+        shapes[f"layers.{index}.input_norm"] = shapes[f"layers.{index}.post_norm"] = (width,)
+        for block, names in (("self_attn", ATTENTION), ("mlp", MLP)):
+            for name in names:
+                prefix = f"{PEFT_PREFIX}.{index}.{block}.{name}"
+                shapes[f"{prefix}.lora_A.weight"] = (config.rank, sizes[name][0])
+                shapes[f"{prefix}.lora_B.weight"] = (sizes[name][1], config.rank)
+    tensors = {n: torch.randn(s, generator=generator) * 0.3 for n, s in shapes.items()}
+    return DiffusionAdapter(backbone, config, tensors)
+
+
+# Drafters
+
+
+class FakeDrafter:
+    """Proposes `guess(row, k)` for each row: a point mass."""
+
+    name = "fake"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, max_draft_tokens: int = 4) -> None:
+        self.max_draft_tokens = max_draft_tokens
+        self.observed: list[StepRecord] = []
+        self.num_resets = self.num_drafts = 0
+
+    def guess(self, row: SequenceState, count: int) -> list[int]:
+        raise NotImplementedError
+
+    def draft(self, state: DraftState, plan: Plan) -> Proposal:
+        self.num_drafts += 1
+        drafts = [self.guess(row, plan.num_draft_tokens) for row in state.rows]
+        width = max(map(len, drafts))
+        # Padding that no backbone could embed: it must not matter.
+        tokens = torch.tensor([d + [-7] * (width - len(d)) for d in drafts], dtype=torch.long)
+        return Proposal(tokens.view(len(drafts), width), tuple(map(len, drafts)))
+
+    def observe(self, record: StepRecord) -> None:
+        self.observed.append(record)
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+class Oracle(FakeDrafter):
+    """Knows whole sequences (prompt and answer); right except where `wrong(index)` says so."""
+
+    name = "oracle"
+    vocab_size = 64
+
+    def __init__(
+        self,
+        sequences: Sequence[Sequence[int]],
+        max_draft_tokens: int,
+        wrong: Callable[[int], bool] = lambda index: False,
+        *,
+        is_ragged: bool = False,
+    ) -> None:
+        super().__init__(max_draft_tokens)
+        self.sequences, self.wrong, self.is_ragged = sequences, wrong, is_ragged
+
+    def guess(self, row: SequenceState, count: int) -> list[int]:
+        at = len(row.tokens)
+        known = next((s for s in self.sequences if list(s[:at]) == row.tokens), [])
+        if self.is_ragged:
+            count = (7 * at) % (count + 1)
+        truth = (list(known[at:]) + [0] * count)[:count]
+        return [(t + self.wrong(at + i)) % self.vocab_size for i, t in enumerate(truth)]
+
+
+def always_right(sequences: Sequence[Sequence[int]], count: int) -> Oracle:
+    return Oracle(sequences, count)
+
+
+def always_wrong(sequences: Sequence[Sequence[int]], count: int) -> Oracle:
+    return Oracle(sequences, count, lambda index: True)
+
+
+def sometimes_wrong(sequences: Sequence[Sequence[int]], count: int) -> Oracle:
+    """Wrong at every third position, with a different number of tokens each time, at times none."""
+    return Oracle(sequences, count, lambda index: index % 3 == 0, is_ragged=True)
+
+
+class UniformDrafter(FakeDrafter):
+    """Draws each token uniformly with the row's generator and reports that law."""
+
+    name = "uniform"
+
+    def __init__(self, vocab_size: int, max_draft_tokens: int = 3) -> None:
+        super().__init__(max_draft_tokens)
+        self.vocab_size = vocab_size
+
+    def draft(self, state: DraftState, plan: Plan) -> Proposal:
+        batch, width = len(state.rows), plan.num_draft_tokens
+        rows = [
+            torch.randint(self.vocab_size, (width,), generator=row.generator) for row in state.rows
+        ]
+        laws = torch.full((batch, width, self.vocab_size), 1 / self.vocab_size)
+        return Proposal(torch.stack(rows), (width,) * batch, draft_probs=laws)
+
+
+class SkewedDrafter(FakeDrafter):
+    """Draws from a random law of the last token, far from the target's; each row by itself."""
+
+    name = "skewed"
+
+    def __init__(self, vocab_size: int, max_draft_tokens: int = 3) -> None:
+        super().__init__(max_draft_tokens)
+        generator = torch.Generator().manual_seed(99)
+        logits = 2 * torch.randn(vocab_size, vocab_size, generator=generator)
+        self.laws = torch.softmax(logits, dim=-1)
+
+    def draft(self, state: DraftState, plan: Plan) -> Proposal:
+        tokens, laws = [], []
+        for row in state.rows:
+            last, own = row.anchor, []
+            for _ in range(plan.num_draft_tokens):
+                laws.append(self.laws[last])
+                last = int(torch.multinomial(laws[-1], 1, generator=row.generator))
+                own.append(last)
+            tokens.append(own)
+        batch, width = len(tokens), plan.num_draft_tokens
+        probs = torch.stack(laws).view(batch, width, -1)
+        return Proposal(torch.tensor(tokens), (width,) * batch, draft_probs=probs)
+
+
+class RaisingDrafter(FakeDrafter):
+    """Raises `error` in every step, or hands over to `inner` in all but each `every`th."""
+
+    name = "raising"
+
+    def __init__(self, error: BaseException, inner: Drafter | None = None, every: int = 1) -> None:
+        super().__init__(4 if inner is None else inner.max_draft_tokens)
+        self.error, self.inner, self.every = error, inner, every
+
+    def draft(self, state: DraftState, plan: Plan) -> Proposal:
+        self.num_drafts += 1
+        if self.inner is None or self.num_drafts % self.every == 0:
+            raise self.error
+        return self.inner.draft(state, plan)
+
+
+class GarbageDrafter(FakeDrafter):
+    """Returns whatever `make(batch, k)` returns."""
+
+    name = "garbage"
+
+    def __init__(self, make: Callable[[int, int], Any]) -> None:
+        super().__init__(4)
+        self.make = make
+
+    def draft(self, state: DraftState, plan: Plan) -> Proposal:
+        return self.make(len(state.rows), plan.num_draft_tokens)
+
+
+# Putting it together
+
+
+def decoder(backbone: Any, drafter: Any = "ngram", **kwargs: Any) -> HybridDecoder:
+    """Return a decoder on token ids."""
+    if drafter == "self-diffusion":
+        kwargs["adapter"] = random_adapter(backbone)
+    return HybridDecoder(backbone, drafter=drafter, **kwargs)
+
+
+def text_decoder(
+    answer: str | Sequence[int], drafter: Any = "ngram", **kwargs: Any
+) -> HybridDecoder:
+    """Return a decoder with the byte tokenizer whose target answers the prompt "?" with `answer`."""
+    ids = BYTES.encode(answer) if isinstance(answer, str) else list(answer)
+    target = ScriptedTarget([*ids, EOS], 1, **kwargs)
+    return HybridDecoder(target, BYTES, drafter=drafter)
+
+
+def make_engine(
+    backbone: Any,
+    drafter: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    verifier: str = "rejection",
+    num_draft_tokens: int = 4,
+) -> tuple[Engine, list[SequenceState]]:
+    """Return an engine and its rows, not yet prefilled, for tests below the facade."""
+    states = [
+        SequenceState(i, list(p), len(p), params, torch.Generator().manual_seed(params.seed or 0))
+        for i, p in enumerate(prompts)
+    ]
+    capacity = max(map(len, prompts)) + params.max_new_tokens + num_draft_tokens + 1
+    engine = Engine(
+        backbone,
+        backbone.new_cache(len(states), capacity),
+        drafter,
+        load("verifier", verifier)(),
+        FixedRouter(num_draft_tokens),
+        rules={s.row: StopRule(params, backbone.eos_token_ids) for s in states},
+    )
+    return engine, states
+
+
+def random_prompts(*lengths: int, vocab_size: int = 64, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(n)] for n in lengths]
+
+
+def events_text(events: Iterator[Any]) -> tuple[str, Any]:
+    """Consume a stream; return the joined text and the result."""
+    text, result = "", None
+    for event in events:
+        assert result is None, "an event after the result"
+        assert event.text == "".join(piece for piece, _ in event.pieces)
+        text, result = text + event.text, event.result
+    return text, result

@@ -1,0 +1,200 @@
+"""The conversation, its file, and the commands: no terminal involved."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+from hybrid.errors import ConfigError
+from hybrid.params import SamplingParams
+from hybrid.tui import conversation
+from hybrid.tui.conversation import Conversation, Message
+from hybrid.tui.session import COMMANDS, ChatSession
+from hybrid.tui.turn import Turn
+from hybrid.types import GenerationResult, Mode, RowStep, Source, StepRecord, StreamEvent
+
+
+@pytest.fixture
+def session() -> ChatSession:
+    return ChatSession(("ar", "speculative", "auto"))
+
+
+def answered(text: str, *, is_complete: bool = True) -> Turn:
+    turn = Turn("ar", 100, 10)
+    record = StepRecord(Mode.PREFILL, (RowStep(0, (1,), (Source.AR,)),))
+    result = GenerationResult(text, (1,), "stop") if is_complete else None
+    turn.add(StreamEvent(text, ((text, Source.AR),), record, result))
+    return turn
+
+
+def said(session: ChatSession, line: str) -> str:
+    content = session.execute(line).content
+    assert isinstance(content, Text)
+    return content.plain
+
+
+def test_prompt_holds_system_history_and_the_new_message(session: ChatSession) -> None:
+    session.execute("/system Be brief.")
+    session.finish("hi", answered("hello"))
+    assert session.prompt_for("more") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "more"},
+    ]
+    assert len(session.conversation.messages) == 2
+
+
+def test_an_interrupted_answer_is_kept_and_marked_and_an_empty_one_is_not(
+    session: ChatSession,
+) -> None:
+    assert session.finish("hi", answered("hel", is_complete=False))
+    assert session.conversation.messages == [
+        Message("user", "hi"),
+        Message("assistant", "hel", True),
+    ]
+    assert not session.finish("again", Turn("ar"))
+    assert not session.finish("again", answered(""))
+    assert len(session.conversation.messages) == 2
+
+
+def test_max_new_tokens_is_cut_to_the_context(session: ChatSession) -> None:
+    assert session.sampling_for(Turn("ar", 1000, 10)).max_new_tokens == 256
+    assert session.sampling_for(Turn("ar", 1000, 744)).max_new_tokens == 256
+    assert session.sampling_for(Turn("ar", 1000, 999)).max_new_tokens == 1
+    # Nothing fits: the decoder says so better.
+    assert session.sampling_for(Turn("ar", 1000, 1000)).max_new_tokens == 256
+
+
+def test_settings(session: ChatSession) -> None:
+    assert said(session, "/strategy auto") == "strategy: auto (of ar, speculative, auto)"
+    assert session.strategy == "auto"
+    assert said(session, "/temperature 0.7") == "temperature: 0.7 (sampled)"
+    assert session.sampling == SamplingParams(temperature=0.7)
+    assert said(session, "/temperature") == "temperature: 0.7 (sampled)"
+    assert said(session, "/system You are   kind.") == "system: You are   kind."
+    assert said(session, "/system -") == "system: (none)"
+    assert session.conversation.system is None
+    assert session.execute("/quit").is_quit
+
+
+def test_reset_keeps_the_settings(session: ChatSession) -> None:
+    session.execute("/system s")
+    session.execute("/strategy ar")
+    session.finish("hi", answered("hello"))
+    session.execute("/reset")
+    assert session.conversation == Conversation("s")
+    assert (session.strategy, session.last) == ("ar", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("/strateg", "Did you mean /strategy?"),
+        ("/xyzzy", "Choose from: help"),
+        ("/", "Unknown command /."),
+        ("/strategy speculativ", "Did you mean 'speculative'?"),
+        ("/temperature warm", "expected a number"),
+        ("/temperature nan", "temperature"),
+        ("/temperature -1", "temperature"),
+        ("/temperature inf", "temperature"),
+        ("/save", "/save needs a file"),
+        ("/load", "/load needs a file"),
+        ("/load /no/such/file.json", "Cannot load"),
+        ("/save /no/such/folder/chat.json", "Cannot save"),
+        ("/save /", "Cannot save"),
+        ("/save \0", "Cannot save"),
+        ("/load \0", "Cannot load"),
+        ("/load ~no-such-user-at-all/x", "/load"),
+    ],
+)
+def test_a_bad_command_changes_nothing(session: ChatSession, line: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        session.execute(line)
+    assert expected in str(caught.value)
+    assert (session.strategy, session.sampling) == ("speculative", SamplingParams())
+
+
+def test_an_unknown_strategy_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="Unknown strategy 'x'"):
+        ChatSession(("ar",), "x")
+
+
+def test_every_command_has_help_and_runs_without_argument(session: ChatSession) -> None:
+    for name, command in COMMANDS.items():
+        assert command.help
+        if command.argument != "FILE":
+            session.execute(f"/{name}")
+
+
+def test_save_and_load_give_the_same_conversation(session: ChatSession, tmp_path: Path) -> None:
+    session.execute("/system Sé breve. 漢字")
+    session.finish("hi\nthere", answered("hel\x1b[31m", is_complete=False))
+    path = tmp_path / "my chat.json"
+    assert said(session, f"/save {path}") == f"Saved 2 messages to {path}"
+    other = ChatSession(("speculative",))
+    assert said(other, f"/load {path}") == f"Loaded 2 messages from {path}"
+    assert other.conversation == session.conversation
+    assert os.listdir(tmp_path) == ["my chat.json"]
+
+
+def test_save_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chat.json"
+    conversation.save(Conversation("old"), path)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        conversation.save(Conversation("new"), path)
+    assert conversation.load(path) == Conversation("old")
+    assert os.listdir(tmp_path) == ["chat.json"]
+
+
+def test_save_follows_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real.json")
+    conversation.save(Conversation("s"), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert conversation.load(tmp_path / "real.json") == Conversation("s")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"format": "hybrid-chat"}',
+        b'{"format": "hybrid-chat", "messages": {}}',
+        b'{"format": "hybrid-chat", "messages": [], "system": 3}',
+        b'{"format": "hybrid-chat", "messages": ["x"]}',
+        b'{"format": "hybrid-chat", "messages": [{"role": "tool", "content": "x"}]}',
+        b'{"format": "hybrid-chat", "messages": [{"role": [], "content": "x"}]}',
+        b'{"format": "hybrid-chat", "messages": [{"role": "user", "content": null}]}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_file_that_is_no_conversation_is_refused(
+    session: ChatSession, tmp_path: Path, content: bytes
+) -> None:
+    session.finish("hi", answered("hello"))
+    path = tmp_path / "chat.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError):
+        session.execute(f"/load {path}")
+    assert len(session.conversation.messages) == 2
+
+
+def test_half_a_surrogate_pair_in_a_file_becomes_encodable(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    message = r'{"role": "user", "content": "a\ud800b"}'
+    path.write_text(f'{{"format": "hybrid-chat", "messages": [{message}]}}')
+    (loaded,) = conversation.load(path).messages
+    assert loaded.content == "a?b"
