@@ -54,7 +54,9 @@ class SelfDiffusionDrafter:
         is_masked = torch.arange(width, device=device) > 0
         # Only now is the anchor's position the first uncached one.
         starts = [row.cached_len for row in state.rows]
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(
+            width, device=device
+        )
         out = self._backbone.forward(
             None,
             positions,

@@ -1,4 +1,4 @@
-"""`HybridDecoder`: the facade. It resolves names, checks the request, runs the loop, hands out text.
+"""`HybridDecoder`: the facade. It resolves names, checks the request and runs the loop.
 
 Next: hybrid/decode/loop.py.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hybrid.protocols import Backbone, Drafter, Router, Verifier
 from hybrid.request import Request
 from hybrid.router.adaptive import AdaptiveRouter
 from hybrid.router.fixed import FixedRouter
-from hybrid.types import GenerationResult, SequenceState, StreamEvent
+from hybrid.types import SequenceState, StreamEvent
 
 STRATEGIES = ("ar", "speculative", "ngram", "auto")
 
@@ -183,7 +183,7 @@ class HybridDecoder:
         *,
         strategy: str = "speculative",
         **fields: Any,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """Generate for one prompt and hand out each step. Closing the iterator cancels.
 
         The events' texts add up to the result's text; the last event carries the result.
@@ -210,7 +210,8 @@ class HybridDecoder:
         max_seq_len = self.backbone.max_seq_len if max_seq_len is None else max_seq_len
         if max_seq_len < 1 or batch < 1:
             raise ConfigError(
-                f"plan_memory: got max_seq_len {max_seq_len} and batch {batch}, expected at least 1."
+                f"plan_memory: got max_seq_len {max_seq_len} and batch {batch}, "
+                "expected at least 1."
             )
         width = 1 + self._make_drafter(self._drafter).max_draft_tokens
         chunk = min(PREFILL_CHUNK, max_seq_len)
@@ -236,7 +237,7 @@ class HybridDecoder:
         fields: dict[str, Any],
         *,
         text: bool,
-    ) -> tuple[list[Request], Iterator[StreamEvent]]:
+    ) -> tuple[list[Request], Generator[StreamEvent, None, None]]:
         """Check everything, allocate everything, and return an iterator that has not begun."""
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigError(f"params: got {type(params).__name__}, expected SamplingParams.")
@@ -292,7 +293,9 @@ class HybridDecoder:
 
     def _parts(self, strategy: str) -> tuple[Drafter, Router]:
         if strategy not in STRATEGIES:
-            raise ConfigError(f"strategy: got {strategy!r}.{did_you_mean(str(strategy), STRATEGIES)}")
+            raise ConfigError(
+                f"strategy: got {strategy!r}.{did_you_mean(str(strategy), STRATEGIES)}"
+            )
         if strategy != "ar" and not getattr(self.backbone, "supports_rollback", True):
             warnings.warn(
                 f"{self.model_name} keeps a state that cannot be rolled back: "
@@ -335,7 +338,7 @@ class HybridDecoder:
         return registry.load("verifier", name)()
 
 
-def _events(engine: Engine, requests: Sequence[Request]) -> Iterator[StreamEvent]:
+def _events(engine: Engine, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:
     steps = run(engine, [request.state for request in requests])
     try:
         for record in steps:

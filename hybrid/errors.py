@@ -34,7 +34,7 @@ class CapacityError(HybridError):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the closest choice, or list the choices when none is close."""
+    """Return `` Did you mean 'x'?`` for the closest choice; list them all when none is close."""
     options = sorted(choices)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     if close:

@@ -1,8 +1,9 @@
 """The one place where acceptance length, acceptance rate, TPF and times are computed.
 
-Definitions (docs/glossary.md): acceptance length = committed tokens / verify passes with a draft or
-without, prefill excluded, bonus included; acceptance rate = accepted / drafted; TPF = tokens committed
-by decode steps / all backbone passes of decode, draft passes included; total TPF counts prefill too.
+Definitions (docs/glossary.md): acceptance length = tokens committed by decode steps / target passes
+of decode (bonus included, prefill excluded); acceptance rate = accepted / drafted; TPF = tokens
+committed by decode steps / all backbone passes of decode, draft passes included; total TPF counts
+the prefill and its token too.
 """
 
 from __future__ import annotations

@@ -71,7 +71,5 @@ def to_token_ids(
         raise ConfigError(f"{where}: got an empty prompt, expected at least one token.")
     bad = next((token for token in ids if not 0 <= token < vocab_size), None)
     if bad is not None:
-        raise ConfigError(
-            f"{where}: got token id {bad}, expected ids from 0 to {vocab_size - 1}."
-        )
+        raise ConfigError(f"{where}: got token id {bad}, expected ids from 0 to {vocab_size - 1}.")
     return ids

@@ -103,6 +103,15 @@ class Backbone(Protocol):
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of the weights."""
+        ...
+
+    def cache_nbytes(self, batch: int, max_len: int) -> int:
+        """Bytes that `new_cache` takes for the same arguments."""
+        ...
+
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Allocate a cache of `batch` rows and `max_len` positions, all memory at once."""
         ...

@@ -8,7 +8,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from hybrid.models.tiny import byte_tokenizer, tiny_checkpoint
 from hybrid.models.tokenizer import Tokenizer
 from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
-from hybrid.protocols import DraftState, Drafter, ForwardOutput
+from hybrid.protocols import Drafter, DraftState, ForwardOutput
 from hybrid.registry import load
 from hybrid.router.fixed import FixedRouter
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord, Write
@@ -156,7 +156,7 @@ class RandomTarget(FakeTarget):
     """Logits drawn from a seed and the last three tokens: an n-gram model of a small vocabulary."""
 
     def __init__(self, vocab_size: int, seed: int = 0, scale: float = 1.5, **kwargs: Any) -> None:
-        @lru_cache(maxsize=None)
+        @cache
         def table(context: tuple[int, ...]) -> list[float]:
             draw = random.Random(hash((seed, context)))
             return [scale * draw.gauss(0, 1) for _ in range(vocab_size)]
@@ -172,7 +172,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_backbone(
     family: str = "llama", dtype: torch.dtype = torch.float32, vocab_size: int = 64, **fields: Any
 ) -> NativeBackbone:

@@ -138,12 +138,15 @@ def tree(prefix_len: Sequence[int], parents: Sequence[int]) -> AttentionPattern:
     return AttentionPattern(tuple(prefix_len), local)
 
 
-def padded(pattern: AttentionPattern, num_valid: Sequence[int], *, left: bool = False) -> AttentionPattern:
+def padded(
+    pattern: AttentionPattern, num_valid: Sequence[int], *, left: bool = False
+) -> AttentionPattern:
     """Ragged batch: hide the padding keys of each row from its real tokens.
 
     Args:
         pattern: the pattern of the unpadded tokens, [T, T].
-        num_valid: real tokens per row; the rest is padding on the right (or left).
+        num_valid: real tokens per row; the rest is padding.
+        left: the padding is on the left.
     """
     num_tokens = pattern.num_tokens
     index = torch.arange(num_tokens)

@@ -66,7 +66,7 @@ def measure(
         candidate.generate(prompts[0], min(max_new_tokens, WARM_UP_TOKENS))
     samples: dict[str, list[Sample]] = {candidate.name: [] for candidate in candidates}
     for index, prompt in enumerate(prompts):
-        for candidate in candidates:
+        for candidate in rotated(candidates, index):
             started = clock()
             answer = candidate.generate(prompt, max_new_tokens)
             samples[candidate.name].append(Sample(answer, clock() - started))

@@ -88,9 +88,9 @@ def _stream(decoder: Any, request: Any, params: Any, strategy: str) -> Generatio
     try:
         with closing(decoder.stream(request, params, strategy=strategy)) as events:
             for event in events:
+                last = event.text[-1:] or last
                 sys.stdout.write(clean(event.text) if is_tty else event.text)
                 sys.stdout.flush()
-                last = event.text[-1:] or last
                 result = event.result
     finally:
         # The prompt of the shell must not follow the answer on its line, also after Ctrl-C.

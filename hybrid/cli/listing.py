@@ -14,6 +14,13 @@ EXAMPLES = """Examples:
   hybrid list --json
 """
 
+_STRATEGIES = {
+    "ar": "One token per forward: the baseline.",
+    "speculative": "Diffusion drafts, the same weights verify; output as ar.",
+    "ngram": "Copies from the text so far, then verifies; output as ar.",
+    "auto": "Drafts only while that is the faster way here; output as ar.",
+}
+
 
 def list_names(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -41,7 +48,7 @@ def _names() -> dict[str, dict[str, str]]:
         for kind in ("drafter", "verifier")
     } | {
         "families": dict.fromkeys(FAMILIES, ""),
-        "strategies": dict.fromkeys(HybridDecoder.strategies, ""),
+        "strategies": {name: _STRATEGIES.get(name, "") for name in HybridDecoder.strategies},
     }
 
 

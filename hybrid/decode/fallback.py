@@ -1,4 +1,4 @@
-"""A drafter that raises or breaks its contract costs one warning and some speed, never the answer."""
+"""A drafter that raises or breaks its contract costs a warning and some speed, not the answer."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Next: hybrid/decoder.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
@@ -22,7 +22,7 @@ from hybrid.types import Mode, SequenceState, StepRecord, Write
 PREFILL_CHUNK = 512
 
 
-def run(engine: Engine, rows: list[SequenceState]) -> Iterator[StepRecord]:
+def run(engine: Engine, rows: list[SequenceState]) -> Generator[StepRecord, None, None]:
     """Generate for all rows; yield one record per step.
 
     Closing the iterator (or any error) frees the cache rows and leaves the parts usable.

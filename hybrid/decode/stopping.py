@@ -1,4 +1,4 @@
-"""When a row ends: EOS and stop ids, stop strings, the token limit. Text is a callable, no tokenizer.
+"""When a row ends: EOS and stop ids, stop strings, the token limit. It knows no tokenizer.
 
 Next: hybrid/decode/step.py.
 """
@@ -73,7 +73,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class StopRule:
-    """Decides token by token whether a row ends, and keeps the row's text when somebody reads it."""
+    """Decides token by token whether a row ends; keeps the row's text when somebody reads it."""
 
     def __init__(
         self, params: SamplingParams, eos_token_ids: Sequence[int], decode: Decode | None = None

@@ -1,4 +1,4 @@
-"""`Linear`: y = x W^T + b with the weight dense or as packed 4-bit blocks; nothing above knows which.
+"""`Linear`: y = x W^T + b, the weight dense or as packed 4-bit blocks; nothing above knows which.
 
 Packed layers take bfloat16 activations. Their rows are bit-identical whatever the number of rows,
 which is what makes a row of a batch independent of the others.

@@ -240,7 +240,11 @@ class _Weights:
     """Takes tensors by canonical name, checks their shapes, places and fuses them."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Mapping[str, Weight], device: torch.device, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Weight],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
 
@@ -266,7 +270,9 @@ class _Weights:
 
     def linear(self, prefix: str, parts: Mapping[str, int], width: int, *, bias: bool) -> Linear:
         weights = [self.get(f"{prefix}.{n}.weight", size, width) for n, size in parts.items()]
-        biases = [self.dense(f"{prefix}.{n}.bias", size) if bias else None for n, size in parts.items()]
+        biases = [
+            self.dense(f"{prefix}.{n}.bias", size) if bias else None for n, size in parts.items()
+        ]
         return make_linear(weights, biases)
 
     def layer(self, index: int) -> Layer:

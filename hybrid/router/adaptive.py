@@ -1,4 +1,4 @@
-"""The router behind strategy "auto": draft only while drafting is the faster way on this machine."""
+"""The router behind strategy "auto": draft only while that is the faster way on this machine."""
 
 from __future__ import annotations
 

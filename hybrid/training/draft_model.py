@@ -138,7 +138,9 @@ class DraftModel(nn.Module):
         gate, up = self._project(layer, base.gate_up, MLP[:2], h).chunk(2, dim=-1)
         return x + self._project(layer, base.down, MLP[2:], F.silu(gate) * up)
 
-    def _project(self, layer: DraftLayer, base: Linear, names: tuple[str, ...], x: Tensor) -> Tensor:
+    def _project(
+        self, layer: DraftLayer, base: Linear, names: tuple[str, ...], x: Tensor
+    ) -> Tensor:
         assert isinstance(base, DenseLinear)
         scale = self.config.lora_alpha / self.config.rank
         updates = []
@@ -231,7 +233,9 @@ def _two_part_attention(q: Tensor, k: Tensor, v: Tensor, key_value: Tensor, mask
     # [G, N, (K+1) H/G, D]: the queries of one anchor and one kv head are the rows of a matrix.
     q = q.view(num_anchors, count, num_groups, per_group, head_dim).permute(2, 0, 1, 3, 4)
     q = q.reshape(num_groups, num_anchors, count * per_group, head_dim) * head_dim**-0.5
-    own_k, own_v = (t.view(num_anchors, count, num_groups, head_dim).permute(2, 0, 1, 3) for t in (k, v))
+    own_k, own_v = (
+        t.view(num_anchors, count, num_groups, head_dim).permute(2, 0, 1, 3) for t in (k, v)
+    )
     flat = q.flatten(1, 2)
     scores = (flat @ key_value[0].transpose(1, 2)).view(*q.shape[:3], length) + mask[:, None]
     own = q @ own_k.transpose(2, 3)  # [G, N, (K+1) H/G, K+1]

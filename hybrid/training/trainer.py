@@ -84,9 +84,7 @@ def train_self_diffusion(config: SelfDiffusionConfig, report: Report = lambda ro
             file.write(json.dumps(row) + "\n")
         report(row)
     adapter = config.output / "adapter"
-    save_adapter(
-        adapter, run.model.config, run.model.adapter_tensors(), base_model=config.model
-    )
+    save_adapter(adapter, run.model.config, run.model.adapter_tensors(), base_model=config.model)
     return adapter
 
 
@@ -243,7 +241,9 @@ def _resume(run: Run) -> None:
     try:
         saved = torch.load(path, weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"{path} cannot be read: {error}. Remove it to start over.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Remove it to start over."
+        ) from error
     current = run.config.model_dump(mode="json")
     differs = sorted(k for k in current if saved["config"].get(k) != current[k] and k != "output")
     if differs:
@@ -265,5 +265,3 @@ def _drop_metrics_after(path: Path, step: int) -> None:
         part = path.with_suffix(".part")
         part.write_text("".join(kept), encoding="utf-8")
         os.replace(part, path)
-
-

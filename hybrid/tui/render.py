@@ -126,7 +126,9 @@ def _strip_cell(num_accepted: int, num_drafted: int, width: int, marks: Glyphs) 
 def status(turn: Turn, width: int) -> Text:
     """Return mode, speed, acceptance, TPF and context, on as many lines as `width` needs."""
     mode, stats = turn.mode.value, turn.stats
-    parts = [turn.strategy if turn.strategy == mode else f"{turn.strategy} ({mode})"]
+    # The mode changes from step to step; of a whole answer only the strategy can be said.
+    is_plain = turn.is_complete or turn.strategy == mode
+    parts = [turn.strategy if is_plain else f"{turn.strategy} ({mode})"]
     if stats.num_new_tokens:
         parts.append(f"{stats.tokens_per_second:.1f} tok/s")
     if stats.num_verify_forwards:

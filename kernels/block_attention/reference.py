@@ -14,8 +14,8 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         query: [T, H, D]; query head h reads kv head h // (H / G).
         key: [G, P + T, D].
         value: [G, P + T, D].
-        mask: [H / G * T, P + T] additive, in the dtype of query; row r * T + t is token t. None: everything
-            is visible.
+        mask: [H / G * T, P + T] additive, in the dtype of query; row r * T + t is token t. None:
+            everything is visible.
 
     Returns:
         [T, H * D].

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from fake_decoder import FakeDecoder
+
 from hybrid.cli import main, options
 from hybrid.errors import ProposalError
 from hybrid.types import Source

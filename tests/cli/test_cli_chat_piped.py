@@ -32,7 +32,7 @@ def test_no_control_codes_whatever_the_environment_says(piped, env) -> None:
     done = piped("evil", "chat", stdin=lines, **env)
     text = (done.stdout + done.stderr).decode()
     assert done.returncode == 1  # /oops
-    assert not [c for c in text if ord(c) < 32 and c != "\n" or 127 <= ord(c) < 160]
+    assert not [c for c in text if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160]
     assert "␛[31mred␇" in text
     assert "[bold]markup[/bold]" in text
 

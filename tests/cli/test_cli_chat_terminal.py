@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -85,6 +86,7 @@ def test_a_second_ctrl_c_ends_a_step_that_does_not_return(spawn) -> None:
     child.send("hi\r")
     child.expect("reading")
     child.sendintr()
+    time.sleep(0.3)  # two signals at the same instant are one
     child.sendintr()
     child.expect("the message was not kept")
     leave(child)

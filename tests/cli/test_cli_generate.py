@@ -202,7 +202,7 @@ def test_help_starts_fast_and_without_torch(environment) -> None:
         "import sys; sys.argv = ['hybrid', '--help']\n"
         "from hybrid.cli import main\n"
         "try: main.main()\n"
-        "finally: print([m for m in ('torch', 'transformers', 'prompt_toolkit') if m in sys.modules])"
+        "finally: print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     begin = time.perf_counter()
     done = subprocess.run(

@@ -162,6 +162,8 @@ def test_status_names_the_mode_when_the_strategy_does_not() -> None:
     turn = turn_of(*EVENTS)
     turn.strategy = "auto"
     assert render.status(turn, 80).plain.startswith("auto (speculative) |")
+    turn.result = GenerationResult(turn.text, (1,), "stop", stats=turn.stats)
+    assert render.status(turn, 80).plain.startswith("auto |")
 
 
 @pytest.mark.parametrize(

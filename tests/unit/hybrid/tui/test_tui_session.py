@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -139,7 +138,7 @@ def test_save_and_load_give_the_same_conversation(session: ChatSession, tmp_path
     other = ChatSession(("speculative",))
     assert said(other, f"/load {path}") == f"Loaded 2 messages from {path}"
     assert other.conversation == session.conversation
-    assert os.listdir(tmp_path) == ["my chat.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["my chat.json"]
 
 
 def test_save_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +152,7 @@ def test_save_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="No space left"):
         conversation.save(Conversation("new"), path)
     assert conversation.load(path) == Conversation("old")
-    assert os.listdir(tmp_path) == ["chat.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["chat.json"]
 
 
 def test_save_follows_a_link(tmp_path: Path) -> None:
