@@ -16,8 +16,9 @@ def show(decoder: HybridDecoder, anchor: int, record: StepRecord) -> None:
 
     (row,) = record.rows
     sources = ", ".join(source.value for source in row.sources)
-    print(f"1 plan     {record.mode.value}, {row.num_drafted} tokens to draft")
-    print(f"2 draft    {text(*row.drafted)} in {record.num_draft_forwards} forwards")
+    print(f"1 plan     a {record.mode.value} step")
+    forwards = record.num_draft_forwards
+    print(f"2 draft    {row.num_drafted} tokens in {forwards} forwards: {text(*row.drafted)}")
     print(f"3 inputs   anchor {text(anchor)} and the draft: {record.width} tokens, causal")
     print(f"4 forward  {record.width} rows of logits in {1000 * record.forward_seconds:.1f} ms")
     print(f"5 verify   {row.num_accepted} of {row.num_drafted} accepted")

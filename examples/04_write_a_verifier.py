@@ -1,7 +1,5 @@
 """A verifier of one's own, lenient and therefore not lossless. See docs/add-a-verifier.md."""
 
-from __future__ import annotations
-
 import argparse
 
 from hybrid import HybridDecoder
@@ -17,17 +15,18 @@ class LenientVerifier:
         self.width = width
 
     def verify(self, target_logits, proposal, sampling, generators):
+        """Judge each row by itself; the next token is the argmax, whatever `sampling` says."""
         ranked = target_logits.topk(self.width).indices.tolist()  # [B, K+1, width]
-        accepted, following = [], []
-        for row, drafted, count in zip(
+        num_accepted, next_token = [], []
+        for best, drafted, count in zip(
             ranked, proposal.tokens.tolist(), proposal.num_tokens, strict=True
         ):
             n = 0
-            while n < count and drafted[n] in row[n]:
+            while n < count and drafted[n] in best[n]:
                 n += 1
-            accepted.append(n)
-            following.append(row[n][0])
-        return Verdict(tuple(accepted), tuple(following))
+            num_accepted.append(n)
+            next_token.append(best[n][0])
+        return Verdict(tuple(num_accepted), tuple(next_token))
 
 
 if __name__ == "__main__":
@@ -38,4 +37,3 @@ if __name__ == "__main__":
         decoder = HybridDecoder.from_pretrained(model, verifier=LenientVerifier(width))
         result = decoder.generate("One, two, three, one, two,", max_new_tokens=32)
         print(f"width {width}: acceptance length {result.stats.acceptance_length:.2f}")
-        print(repr(result.text))

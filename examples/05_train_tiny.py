@@ -1,7 +1,5 @@
 """Train a diffusion adapter on a random tiny model's own answers. See docs/training.md."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile
@@ -14,8 +12,8 @@ from hybrid.training.trainer import train_self_diffusion
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=None, help="default: a random one, made now")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--model", help="default: a random one, made now")
+    parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hybrid-"))
     model = args.model or str(tiny_checkpoint(folder / "model"))
@@ -28,13 +26,13 @@ if __name__ == "__main__":
             ids = decoder.tokenizer.encode(prompt)
             data.write(json.dumps({"p": ids, "r": answer.token_ids}) + "\n")
 
-    entry = 2 * decoder.backbone.num_layers // 3
-    shape = {"num_draft_tokens": 4, "entry_layer": entry, "feature_layers": (0,), "rank": 8}
+    entry = 2 * decoder.backbone.num_layers // 3  # the draft pass runs the last third
     config = SelfDiffusionConfig(
-        data=folder / "data.jsonl", output=folder / "run", model=model, steps=args.steps,
-        warmup_steps=5, num_eval_sequences=4, eval_every=50, **shape,
+        data=folder / "data.jsonl", output=folder / "run", model=model, num_draft_tokens=4,
+        entry_layer=entry, feature_layers=(0,), rank=8, steps=args.steps, warmup_steps=5,
+        learning_rate=1e-2, num_eval_sequences=4, eval_every=50, keep_contexts=True,
     )  # fmt: skip
-    adapter = train_self_diffusion(config, lambda row: print(row) if row["step"] % 50 == 0 else 0)
+    adapter = train_self_diffusion(config, lambda row: print(f"{row['step']}: {row['loss']}"))
     trained = HybridDecoder.from_pretrained(model, dtype="bfloat16", adapter=adapter)
     result = trained.generate("2 and 3", max_new_tokens=32)
     print(f"acceptance length {result.stats.acceptance_length:.2f}, adapter in {adapter}")

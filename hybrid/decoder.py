@@ -103,6 +103,7 @@ class HybridDecoder:
         drafter: str | Drafter | None = None,
         verifier: str | Verifier = "auto",
         num_draft_tokens: int | None = None,
+        exact: bool = False,
         progress: Progress | None = None,
     ) -> HybridDecoder:
         """Load a model, fetching and converting it on first use.
@@ -115,13 +116,17 @@ class HybridDecoder:
             drafter: see the constructor.
             verifier: see the constructor.
             num_draft_tokens: see the constructor.
+            exact: on a CPU, make float32 logits bit-identical whatever shares the pass, as 4-bit
+                and bfloat16 ones are anyway; AR decoding in float32 gets slower.
             progress: called with (what, done, total) while fetching and converting.
 
         Raises:
             CheckpointError: the model or adapter cannot be fetched, read or matched.
             ConfigError: an unknown name or value.
         """
-        loaded = load_model(model, device=device, dtype=dtype, adapter=adapter, progress=progress)
+        loaded = load_model(
+            model, device=device, dtype=dtype, adapter=adapter, exact=exact, progress=progress
+        )
         return cls(
             loaded.backbone,
             loaded.tokenizer,

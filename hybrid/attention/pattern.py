@@ -129,7 +129,7 @@ def tree(prefix_len: Sequence[int], parents: Sequence[int]) -> AttentionPattern:
     """
     local = torch.eye(len(parents), dtype=torch.bool)
     for child, parent in enumerate(parents):
-        if parent >= child:
+        if not -1 <= parent < child:
             raise ConfigError(
                 f"parents: token {child} has parent {parent}, expected an earlier token or -1."
             )

@@ -88,6 +88,8 @@ class KVCache:
 
     def commit(self, row: int, num_tokens: int) -> None:
         """Make the first `num_tokens` scratch positions part of the row."""
+        if num_tokens < 0:
+            raise CapacityError(f"KV cache: cannot commit {num_tokens} tokens; use truncate.")
         self.require(row, num_tokens)
         self.lengths[row] += num_tokens
 

@@ -102,8 +102,8 @@ _mount()
 
 
 def main() -> None:
-    """Run the command line. Text that the terminal's encoding lacks is shown as ``?``."""
-    for stream in (sys.stdout, sys.stderr):
+    """Run the command line. What an encoding lacks is read and written as a replacement."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     app(prog_name="hybrid")

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
-from hybrid.models.linear import Linear
+from hybrid.models.linear import DenseLinear, Linear
+from hybrid.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from hybrid.models.transformer import Layer, NativeBackbone
@@ -79,6 +80,21 @@ def base_shape(backbone: NativeBackbone) -> dict[str, int]:
     }
 
 
+def projection_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return {projection: (inputs, outputs)} of the seven layers that get low-rank updates."""
+    heads, groups = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    width, inner = spec.hidden_size, spec.intermediate_size
+    return {
+        "q_proj": (width, heads),
+        "k_proj": (width, groups),
+        "v_proj": (width, groups),
+        "o_proj": (heads, width),
+        "gate_proj": (width, inner),
+        "up_proj": (width, inner),
+        "down_proj": (inner, width),
+    }
+
+
 class LoraLinear(Linear):
     """A base layer plus (x A^T) B^T; several adapters of one fused layer lie side by side."""
 
@@ -90,17 +106,17 @@ class LoraLinear(Linear):
             a: [R, I], R the sum of the ranks.
             b: [O, R], the scale already in it.
         """
-        self.base, self.a, self.b = base, a, b
+        self.base, self.a, self.b = base, DenseLinear(a), DenseLinear(b)
         self.out_features = base.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I]."""
-        return torch.addmm(self.base(x), F.linear(x, self.a), self.b.t())
+        return self.base(x).add_(self.b(self.a(x)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the update alone."""
-        return (self.a.numel() + self.b.numel()) * self.a.element_size()
+        return self.a.nbytes + self.b.nbytes
 
 
 class DiffusionAdapter:
@@ -118,7 +134,7 @@ class DiffusionAdapter:
         """Bind `tensors` (names as on disk) to `backbone`.
 
         Raises:
-            CheckpointError: made for another model, or tensors are missing.
+            CheckpointError: made for another model, or tensors are missing or misshapen.
         """
         expected = base_shape(backbone)
         if dict(config.base) != expected:
@@ -129,36 +145,52 @@ class DiffusionAdapter:
                 "Give the adapter that was trained for this checkpoint, or none."
             )
         self.config, self._backbone, self._tensors = config, backbone, tensors
-        first = config.entry_layer
+        first, width = config.entry_layer, backbone.hidden_size
+        last = max(first, *config.feature_layers, 0)
+        if first < 1 or min(config.feature_layers, default=0) < 0 or last >= backbone.num_layers:
+            raise CheckpointError(
+                f"Adapter enters at layer {first} with features of {config.feature_layers}; "
+                f"expected layers of a model that has {backbone.num_layers}, entry at least 1."
+            )
         self.layers = [
             layer if index < first else self._wrap(index, layer)
             for index, layer in enumerate(backbone.layers)
         ]
-        self.norm = self._take("norm.weight")
-        self.slots = self._take("slots")  # [K + 1, C]
-        self.mask = self._take("mask")  # [C], the embedding of a masked slot
-        self.project = self._take("project")  # [C, 2 C], P
-        self.features = self._take("features")  # [C, F * C], Q
+        self.norm = self._take("norm.weight", width)
+        self.slots = self._take("slots", config.num_draft_tokens + 1, width)
+        self.mask = self._take("mask", width)  # the embedding of a masked slot
+        self.project = DenseLinear(self._take("project", width, 2 * width))  # P
+        num_features = len(config.feature_layers)
+        self.features = DenseLinear(self._take("features", width, num_features * width))  # Q
         self.nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
         del self._tensors
 
-    def _take(self, name: str) -> Tensor:
+    def _take(self, name: str, *shape: int) -> Tensor:
         if name not in self._tensors:
             raise CheckpointError(f"Adapter has no tensor {name!r}. The files are incomplete.")
-        return self._tensors[name].to(self._backbone.device, self._backbone.dtype)
+        value = self._tensors[name]
+        if tuple(value.shape) != shape:
+            raise CheckpointError(
+                f"Adapter tensor {name!r}: got shape {list(value.shape)}, expected {list(shape)} "
+                "by draft_config.json. The files do not belong together."
+            )
+        return value.to(self._backbone.device, self._backbone.dtype)
 
     def _lora(self, index: int, block: str, names: Sequence[str], base: Linear) -> Linear:
-        scale = self.config.lora_alpha / self.config.rank
-        prefix = f"{PEFT_PREFIX}.{index}.{block}"
-        a = [self._take(f"{prefix}.{n}.lora_A.weight") for n in names]
-        b = [self._take(f"{prefix}.{n}.lora_B.weight") * scale for n in names]
+        rank, shapes = self.config.rank, projection_shapes(self._backbone.spec)
+        scale = self.config.lora_alpha / rank
+        a, b = [], []
+        for name in names:
+            prefix, (inputs, outputs) = f"{PEFT_PREFIX}.{index}.{block}.{name}", shapes[name]
+            a.append(self._take(f"{prefix}.lora_A.weight", rank, inputs))
+            b.append(self._take(f"{prefix}.lora_B.weight", outputs, rank) * scale)
         return LoraLinear(base, torch.cat(a), torch.block_diag(*b))
 
     def _wrap(self, index: int, layer: Layer) -> Layer:
         return replace(
             layer,
-            input_norm=self._take(f"layers.{index}.input_norm"),
-            post_norm=self._take(f"layers.{index}.post_norm"),
+            input_norm=self._take(f"layers.{index}.input_norm", self._backbone.hidden_size),
+            post_norm=self._take(f"layers.{index}.post_norm", self._backbone.hidden_size),
             qkv=self._lora(index, "self_attn", ATTENTION[:3], layer.qkv),
             o=self._lora(index, "self_attn", ATTENTION[3:], layer.o),
             gate_up=self._lora(index, "mlp", MLP[:2], layer.gate_up),
@@ -189,8 +221,12 @@ class DiffusionAdapter:
         own = torch.where(is_masked[:, None], self.mask, anchor[:, None]) + slots  # [B, K'+1, C]
         seen = unit_norm(anchor)[:, None].expand_as(own)
         features = torch.cat([unit_norm(hidden[n]) for n in self.config.feature_layers], dim=-1)
-        base = hidden[self.config.entry_layer - 1] + F.linear(features, self.features)
-        return base[:, None] + slots + F.linear(torch.cat([seen, own], dim=-1), self.project)
+        # Twice: one float32 row alone takes another path of the matrix library than several, and
+        # a row's draft must not depend on the size of the batch.
+        features = self.features(features.repeat(2, 1))[: len(anchors)]
+        base = hidden[self.config.entry_layer - 1] + features
+        joined = torch.cat([seen, own], dim=-1)
+        return base[:, None] + slots + self.project(joined.flatten(0, 1)).view_as(own)
 
 
 def unit_norm(x: Tensor) -> Tensor:
@@ -215,17 +251,33 @@ def read_adapter(folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:
     Raises:
         CheckpointError: missing or damaged files.
     """
-    try:
-        raw = json.loads((folder / "draft_config.json").read_text(encoding="utf-8"))
-        config = DraftConfig(**{**raw, "feature_layers": tuple(raw["feature_layers"])})
-        tensors = load_file(folder / "adapter_model.safetensors")
-        tensors.update(load_file(folder / "draft_model.safetensors"))
-    except FileNotFoundError as error:
+    names = ("draft_config.json", "adapter_model.safetensors", "draft_model.safetensors")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
         raise CheckpointError(
-            f"Adapter {folder}: no file {Path(str(error.filename)).name}. Expected a folder with "
-            "draft_config.json, draft_model.safetensors and adapter_model.safetensors, as "
+            f"Adapter {folder}: no file {', '.join(missing)}. Expected a folder as "
             "`hybrid train self-diffusion` writes it."
-        ) from error
+        )
+    try:
+        config = _parse_config(json.loads((folder / names[0]).read_text(encoding="utf-8")))
+        tensors = {**load_file(folder / names[1]), **load_file(folder / names[2])}
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"Adapter {folder} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"Adapter {folder} cannot be read: {type(error).__name__}: {error}. "
+            "Copy or train it again."
+        ) from error
     return config, tensors
+
+
+def _parse_config(raw: Mapping[str, Any]) -> DraftConfig:
+    config = DraftConfig(
+        num_draft_tokens=int(raw["num_draft_tokens"]),
+        entry_layer=int(raw["entry_layer"]),
+        feature_layers=tuple(int(layer) for layer in raw["feature_layers"]),
+        rank=int(raw["rank"]),
+        lora_alpha=float(raw["lora_alpha"]),
+        base={str(name): int(size) for name, size in dict(raw["base"]).items()},
+    )
+    if config.num_draft_tokens < 1 or config.rank < 1:
+        raise ValueError("num_draft_tokens and rank must be at least 1")
+    return config

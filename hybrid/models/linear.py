@@ -16,9 +16,11 @@ from torch import Tensor
 from hybrid.models.checkpoint import Int4Blocks
 
 GROUP = 32
-# The matrix library is slower on 2 to 7 float32 rows than on 8, and gives each row the same bits
-# from 4 rows on.
-_MIN_ROWS = 8
+# The CPU's matrix library rounds a row differently by the number of rows beside it, except in whole
+# tiles: measured with 1 and 2 threads, any number of rows from 2 on in bfloat16, multiples of 4 in
+# float32. On 2 to 7 float32 rows it is also slower than on 8.
+_TILE_ROWS = {torch.bfloat16: 2, torch.float32: 4}
+_MIN_FLOAT32_ROWS = 8
 
 
 class Linear:
@@ -39,20 +41,34 @@ class Linear:
 class DenseLinear(Linear):
     """Weight [O, I] in the activations' dtype."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Hold `weight` [O, I] and `bias` [O]."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False
+    ) -> None:
+        """Hold `weight` [O, I] and `bias` [O].
+
+        Args:
+            weight: dense.
+            bias: or None.
+            exact: give a lone float32 row the bits that it has among others, too. On a CPU that
+                costs a pass of 8 rows for one.
+        """
         self.weight, self.bias = weight, bias
         self.out_features = weight.shape[0]
-        self._pads = weight.device.type == "cpu" and weight.dtype == torch.float32
+        on_cpu = weight.device.type == "cpu"
+        self._tile = _TILE_ROWS.get(weight.dtype, 1) if on_cpu else 1
+        is_float32 = weight.dtype == torch.float32
+        self._min_rows = _MIN_FLOAT32_ROWS if on_cpu and is_float32 else self._tile
+        self._keeps_lone_row = is_float32 and not exact
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I]."""
         rows = x.shape[0]
-        if self._pads and 1 < rows < _MIN_ROWS:
-            padded = x.new_zeros(_MIN_ROWS, x.shape[1])
-            padded[:rows] = x
-            return F.linear(padded, self.weight, self.bias)[:rows]
-        return F.linear(x, self.weight, self.bias)
+        wanted = max(self._min_rows, -(-rows // self._tile) * self._tile)
+        if wanted == rows or (rows == 1 and self._keeps_lone_row):
+            return F.linear(x, self.weight, self.bias)
+        padded = x.new_zeros(wanted, x.shape[1])
+        padded[:rows] = x
+        return F.linear(padded, self.weight, self.bias)[:rows]
 
     @property
     def nbytes(self) -> int:
@@ -90,10 +106,20 @@ class Int4Linear(Linear):
         return self._packed.numel() + 2 * self._scales.numel()
 
 
-def make_linear(weights: Sequence[Tensor | Int4Blocks], biases: Sequence[Tensor | None]) -> Linear:
+def make_linear(
+    weights: Sequence[Tensor | Int4Blocks],
+    biases: Sequence[Tensor | None],
+    *,
+    exact: bool = False,
+) -> Linear:
     """Return one layer for several weights stacked along the output (fused QKV, gate and up).
 
     Blocks that cannot be packed together with a dense neighbour are dequantised to its dtype.
+
+    Args:
+        weights: [O_i, I] each.
+        biases: [O_i] each, or all None.
+        exact: see `DenseLinear`.
     """
     bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
     blocks = [w for w in weights if isinstance(w, Int4Blocks)]
@@ -101,4 +127,4 @@ def make_linear(weights: Sequence[Tensor | Int4Blocks], biases: Sequence[Tensor 
         return Int4Linear(blocks, bias)
     dtype = next(w.dtype for w in weights if isinstance(w, Tensor))
     dense = [w if isinstance(w, Tensor) else w.dequantize(dtype) for w in weights]
-    return DenseLinear(torch.cat(dense) if len(dense) > 1 else dense[0], bias)
+    return DenseLinear(torch.cat(dense) if len(dense) > 1 else dense[0], bias, exact=exact)

@@ -43,6 +43,7 @@ def load_model(
     device: str = "auto",
     dtype: str = "auto",
     adapter: str | Path | None = None,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Fetch if need be, load, and bind the adapter.
@@ -52,6 +53,7 @@ def load_model(
         device: "auto" takes CUDA where there is any.
         dtype: "auto" is the file's own 4 bits for a GGUF on the CPU, else the checkpoint's dtype.
         adapter: folder of a diffusion adapter; None takes the shipped one of the default model.
+        exact: see `NativeBackbone`; other backbones refuse it.
         progress: see `hybrid.models.store.resolve`.
 
     Raises:
@@ -71,15 +73,16 @@ def load_model(
     activations = _activations(dtype, config, where)
     backbone: NativeBackbone | HFBackbone
     if is_native(config):
-        backbone = _native(open_checkpoint(path), where, activations)
+        backbone = _native(open_checkpoint(path), where, activations, exact=exact)
         if dtype == "int4" and not _is_int4(config):
             raise ConfigError(
                 f"dtype: int4 needs a GGUF file with Q4_1 layers, got {model}. "
                 "Use dtype='bfloat16' or 'float32'."
             )
     else:
-        if dtype == "int4":
-            raise ConfigError("dtype: int4 needs a model that the native backbone runs.")
+        if dtype == "int4" or exact:
+            what = "dtype: int4" if dtype == "int4" else "exact: it"
+            raise ConfigError(f"{what} needs a model that the native backbone runs.")
         backbone = HFBackbone.from_path(path, where, activations)
     return LoadedModel(
         str(model), path, backbone, tokenizer, _adapter(str(model), backbone, adapter)
@@ -128,10 +131,12 @@ def _is_int4(config: dict[str, object]) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == INT4_METHOD
 
 
-def _native(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> NativeBackbone:
+def _native(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, exact: bool
+) -> NativeBackbone:
     spec = spec_from_config(checkpoint.config)
     spec = replace(spec, eos_token_ids=checkpoint.eos_token_ids or spec.eos_token_ids)
-    return NativeBackbone(spec, checkpoint.tensors, device=device, dtype=dtype)
+    return NativeBackbone(spec, checkpoint.tensors, device=device, dtype=dtype, exact=exact)
 
 
 def _adapter(

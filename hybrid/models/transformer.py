@@ -53,6 +53,7 @@ class NativeBackbone:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        exact: bool = False,
     ) -> None:
         """Fuse and place the weights.
 
@@ -61,6 +62,9 @@ class NativeBackbone:
             weights: canonical name to tensor (`model.layers.N.self_attn.q_proj.weight`, ...).
             device: where to run.
             dtype: of activations and dense weights.
+            exact: on a CPU, give a token's logits the same bits in a pass of one row as among
+                others in float32 too (packed 4-bit and bfloat16 always do); AR decoding in
+                float32 gets slower.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong shape.
@@ -70,7 +74,7 @@ class NativeBackbone:
         self.num_layers, self.max_seq_len = spec.num_layers, spec.max_seq_len
         self.eos_token_ids, self.mask_token_id = spec.eos_token_ids, spec.mask_token_id
         self.logit_shift = spec.logit_shift
-        take = _Weights(spec, weights, self.device, dtype)
+        take = _Weights(spec, weights, self.device, dtype, exact=exact)
         self.embedding = take.dense("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.layers = [take.layer(index) for index in range(spec.num_layers)]
         self.norm = take.dense("model.norm.weight", spec.hidden_size)
@@ -185,6 +189,10 @@ class _Attention:
         self.cos = torch.cat([cos, cos], dim=-1).to(dtype).flatten(0, 1)[:, None]  # [B*T, 1, D]
         self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).flatten(0, 1)[:, None]
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        # Attention rounds differently when the number of keys in a call differs. A verify pass
+        # that asks token by token gives the bits of AR decoding, in any precision, and is no
+        # slower on a CPU; a prefill is too wide for that.
+        self.token_by_token = pattern.is_causal and not prefill and backbone.device.type == "cpu"
 
     def __call__(self, layer: Layer, index: int, qkv: Tensor) -> Tensor:
         """Rotate, write K/V to scratch, attend. qkv: [B*T, (H + 2G) D] -> [B*T, H D]."""
@@ -198,9 +206,25 @@ class _Attention:
             self.cache.write(index, row, pair.permute(1, 2, 0, 3))
             prefix = self.pattern.row_prefix(batch_row)
             keys, values = self._keys(index, row, prefix, pair)
-            mask = self._mask(batch_row, layer.window)
-            outs.append(block_attention(own[:, : s.num_heads], keys, values, mask))
+            query = own[:, : s.num_heads]
+            if self.token_by_token:
+                outs += self._each_token(query, keys, values, prefix, layer.window)
+            else:
+                mask = self._mask(batch_row, layer.window)
+                outs.append(block_attention(query, keys, values, mask))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _each_token(
+        self, query: Tensor, keys: Tensor, values: Tensor, prefix: int, window: int | None
+    ) -> list[Tensor]:
+        """Attend as AR decoding would have, one call a token: same keys, so the same bits."""
+        outs = []
+        for token in range(self.num_tokens):
+            end = prefix + token + 1
+            start = 0 if window is None else max(0, end - window)
+            seen = slice(start, end)
+            outs.append(block_attention(query[token, None], keys[:, seen], values[:, seen], None))
+        return outs
 
     def _keys(self, index: int, row: int, prefix: int, pair: Tensor) -> tuple[Tensor, Tensor]:
         if prefix == self.cache.lengths[row]:
@@ -245,8 +269,11 @@ class _Weights:
         weights: Mapping[str, Weight],
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        exact: bool,
     ) -> None:
         self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
+        self.exact = exact
 
     def get(self, name: str, *shape: int) -> Weight:
         if name not in self.weights:
@@ -273,7 +300,7 @@ class _Weights:
         biases = [
             self.dense(f"{prefix}.{n}.bias", size) if bias else None for n, size in parts.items()
         ]
-        return make_linear(weights, biases)
+        return make_linear(weights, biases, exact=self.exact)
 
     def layer(self, index: int) -> Layer:
         s, prefix = self.spec, f"model.layers.{index}"
@@ -301,6 +328,6 @@ class _Weights:
 
     def head(self, embedding: Tensor) -> Linear:
         if self.spec.tie_embeddings:
-            return make_linear([embedding], [None])
+            return make_linear([embedding], [None], exact=self.exact)
         weight = self.get("lm_head.weight", self.spec.vocab_size, self.spec.hidden_size)
-        return make_linear([weight], [None])
+        return make_linear([weight], [None], exact=self.exact)

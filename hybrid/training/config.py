@@ -40,6 +40,7 @@ class SelfDiffusionConfig(Config):
         keep_contexts: keep what the target computed of each sequence in memory (about 12 KiB per
             token of the default model) instead of computing it again.
         seed: order of sequences, anchors, initial weights.
+        device: where to train; "auto" takes CUDA where there is any.
     """
 
     data: Path
@@ -61,4 +62,5 @@ class SelfDiffusionConfig(Config):
     num_eval_sequences: _Positive = 32
     eval_every: _Positive = 250
     keep_contexts: bool = False
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    device: str = "auto"

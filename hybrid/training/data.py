@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,9 @@ def read_examples(
         ConfigError: no such file, no examples, or a bad line, named by its number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"data: {path} cannot be read: {error.strerror}.") from error
+        lines = _read(path).decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data: {path} is not UTF-8 text: {error}.") from error
     examples = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -53,6 +54,22 @@ def read_examples(
     return examples
 
 
+def data_sha256(path: Path) -> str:
+    """Return the SHA-256 of the data file, by which a run recognises it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return hashlib.sha256(_read(path)).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"data: {path} cannot be read: {error.strerror}.") from error
+
+
 def _example(line: str, where: str, tokenizer: Tokenizer | None) -> Example:
     try:
         row: Any = json.loads(line)
@@ -60,11 +77,15 @@ def _example(line: str, where: str, tokenizer: Tokenizer | None) -> Example:
         raise ConfigError(f"{where}: not JSON: {error}.") from error
     if isinstance(row, dict) and isinstance(row.get("p"), list) and isinstance(row.get("r"), list):
         return Example(tuple(row["p"]), tuple(row["r"]))
-    texts = row.get("prompt"), row.get("response") if isinstance(row, dict) else None
-    if tokenizer is not None and isinstance(texts[0], str) and isinstance(texts[1], str):
-        prompt = tokenizer.chat([{"role": "user", "content": texts[0]}])
-        return Example(tuple(prompt), tuple(tokenizer.encode(texts[1])))
-    raise ConfigError(f"{where}: expected ids 'p' and 'r', or texts 'prompt' and 'response'.")
+    if isinstance(row, dict) and tokenizer is not None:
+        prompt, response = row.get("prompt"), row.get("response")
+        if isinstance(prompt, str) and isinstance(response, str):
+            ids = tokenizer.chat([{"role": "user", "content": prompt}])
+            return Example(tuple(ids), tuple(tokenizer.encode(response)))
+    raise ConfigError(
+        f"{where}: expected an object with ids 'p' and 'r', or, for a model with a tokenizer, "
+        "texts 'prompt' and 'response'."
+    )
 
 
 def _check(example: Example, where: str, vocab_size: int, max_length: int) -> None:
@@ -76,7 +97,10 @@ def _check(example: Example, where: str, vocab_size: int, max_length: int) -> No
     if len(example.tokens) > max_length:
         raise ConfigError(
             f"{where}: got {len(example.tokens)} tokens, expected at most {max_length} "
-            "(max_length). Cut the response."
+            "(max_length, or the model's context). Cut the response."
         )
-    if not all(isinstance(t, int) and 0 <= t < vocab_size for t in example.tokens):
-        raise ConfigError(f"{where}: expected token ids from 0 to {vocab_size - 1}.")
+    for token in example.tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"{where}: got {token!r}, expected token ids from 0 to {vocab_size - 1}."
+            )

@@ -11,10 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid.errors import ConfigError
-from hybrid.models.adapter import ATTENTION, MLP, PEFT_PREFIX, DraftConfig, unit_norm
+from hybrid.models.adapter import (
+    ATTENTION,
+    MLP,
+    PEFT_PREFIX,
+    DraftConfig,
+    projection_shapes,
+    unit_norm,
+)
 from hybrid.models.linear import DenseLinear, Linear
 from hybrid.models.transformer import Layer, NativeBackbone
 from hybrid.training.context import TargetContext
+
+Masks = tuple[Tensor, Tensor | None]
 
 
 class LoraPair(nn.Module):
@@ -34,18 +43,7 @@ class DraftLayer(nn.Module):
     def __init__(self, backbone: NativeBackbone, layer: Layer, rank: int) -> None:
         """Start as the base layer."""
         super().__init__()
-        s = backbone.spec
-        heads, groups = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        width, inner = s.hidden_size, s.intermediate_size
-        shapes = {
-            "q_proj": (width, heads),
-            "k_proj": (width, groups),
-            "v_proj": (width, groups),
-            "o_proj": (heads, width),
-            "gate_proj": (width, inner),
-            "up_proj": (width, inner),
-            "down_proj": (inner, width),
-        }
+        shapes = projection_shapes(backbone.spec)
         self.lora = nn.ModuleDict({n: LoraPair(*shape, rank) for n, shape in shapes.items()})
         self.input_norm = nn.Parameter(layer.input_norm.float().clone())
         self.post_norm = nn.Parameter(layer.post_norm.float().clone())
@@ -61,17 +59,11 @@ class DraftModel(nn.Module):
             ConfigError: layers outside the model, or packed weights.
         """
         super().__init__()
-        if not 0 < config.entry_layer < backbone.num_layers:
-            raise ConfigError(
-                f"entry_layer: got {config.entry_layer}, expected 1 to {backbone.num_layers - 1}."
-            )
-        if any(layer >= backbone.num_layers for layer in config.feature_layers):
-            raise ConfigError(
-                f"feature_layers: got {config.feature_layers}, expected below "
-                f"{backbone.num_layers}."
-            )
+        _check(backbone, config)
         self.backbone, self.config = backbone, config
         width = backbone.hidden_size
+        assert isinstance(backbone.head, DenseLinear)
+        self.head = backbone.head.weight  # [V, C], frozen
         self.layers = nn.ModuleList(
             DraftLayer(backbone, layer, config.rank)
             for layer in backbone.layers[config.entry_layer :]
@@ -97,10 +89,10 @@ class DraftModel(nn.Module):
         x = self._input(context, anchors, count).flatten(0, 1)  # [N (K+1), C]
         positions = anchors[:, None] + torch.arange(count, device=anchors.device)
         rotation = self._rotation(positions)
-        mask = _context_mask(anchors, context.tokens.shape[0], x.dtype)
-        for index, layer in enumerate(self.layers):
-            base = self.backbone.layers[self.config.entry_layer + index]
-            x = self._layer(layer, base, x, context.key_value[index], rotation, mask)
+        bases = self.backbone.layers[self.config.entry_layer :]
+        masks = {w: self._masks(context, positions, w) for w in {base.window for base in bases}}
+        for layer, base, key_value in zip(self.layers, bases, context.key_value, strict=True):
+            x = self._layer(layer, base, x, key_value, rotation, masks[base.window])
         x = self._rms_norm(x, self.norm).view(len(anchors), count, -1)
         # Flat rows: a product with a strided batch would copy the whole head.
         return F.linear(x[:, 1:].flatten(0, 1), head).view(len(anchors), count - 1, -1)
@@ -128,11 +120,11 @@ class DraftModel(nn.Module):
         x: Tensor,
         key_value: Tensor,
         rotation: tuple[Tensor, Tensor],
-        mask: Tensor,
+        masks: Masks,
     ) -> Tensor:
         h = self._rms_norm(x, layer.input_norm)
         qkv = self._project(layer, base.qkv, ATTENTION[:3], h)
-        attended = self._attend(base, qkv, key_value, rotation, mask)
+        attended = self._attend(base, qkv, key_value, rotation, masks)
         x = x + self._project(layer, base.o, ATTENTION[3:], attended)
         h = self._rms_norm(x, layer.post_norm)
         gate, up = self._project(layer, base.gate_up, MLP[:2], h).chunk(2, dim=-1)
@@ -157,7 +149,7 @@ class DraftModel(nn.Module):
         qkv: Tensor,
         key_value: Tensor,
         rotation: tuple[Tensor, Tensor],
-        mask: Tensor,
+        masks: Masks,
     ) -> Tensor:
         s = self.backbone.spec
         qkv = qkv.view(len(qkv), -1, s.head_dim)
@@ -165,14 +157,35 @@ class DraftModel(nn.Module):
         if base.q_norm is not None and base.k_norm is not None:
             q, k = self._rms_norm(q, base.q_norm), self._rms_norm(k, base.k_norm)
         q, k = _rotate(q, rotation), _rotate(k, rotation)
-        return _two_part_attention(q, k, v, key_value, mask)
+        return _two_part_attention(q, k, v, key_value, masks)
+
+    def _masks(self, context: TargetContext, positions: Tensor, window: int | None) -> Masks:
+        """Return what the slots see: the context before their anchor and all slots of it.
+
+        A sliding window hides keys that are too far back, from each slot others.
+
+        Returns:
+            [N, 1 or (K+1) H/G, S] for the context; [(K+1) H/G, K+1] for the slots, None for all.
+        """
+        dtype, anchors = self.backbone.dtype, positions[:, :1]
+        keys = torch.arange(len(context.tokens), device=positions.device)
+        visible = (keys < anchors)[:, None]
+        if window is None:
+            return _additive(visible, dtype), None
+        per_group = self.backbone.spec.num_heads // self.backbone.spec.num_kv_heads
+        visible = visible & (keys > positions[..., None] - window)
+        slots = torch.arange(positions.shape[1], device=positions.device)
+        own = slots > slots[:, None] - window
+        return (
+            _additive(visible.repeat_interleave(per_group, dim=1), dtype),
+            _additive(own.repeat_interleave(per_group, dim=0), dtype),
+        )
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.backbone.rope(positions, positions + 1)
         cos, sin = cos.to(self.backbone.dtype), sin.to(self.backbone.dtype)
-        return torch.cat([cos, cos], -1).flatten(0, 1)[:, None], torch.cat([-sin, sin], -1).flatten(
-            0, 1
-        )[:, None]
+        halves = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return halves[0].flatten(0, 1)[:, None], halves[1].flatten(0, 1)[:, None]
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.backbone.spec.norm_eps)
@@ -200,19 +213,35 @@ class DraftModel(nn.Module):
         return {name: value.detach() for name, value in tensors.items()}
 
 
+def _check(backbone: NativeBackbone, config: DraftConfig) -> None:
+    if not 0 < config.entry_layer < backbone.num_layers:
+        raise ConfigError(
+            f"entry_layer: got {config.entry_layer}, expected 1 to {backbone.num_layers - 1}."
+        )
+    if any(layer >= backbone.num_layers for layer in config.feature_layers):
+        raise ConfigError(
+            f"feature_layers: got {config.feature_layers}, expected below {backbone.num_layers}."
+        )
+    entered = backbone.layers[config.entry_layer :]
+    linears = [x for layer in entered for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    if not all(isinstance(x, DenseLinear) for x in [*linears, backbone.head]):
+        raise ConfigError(
+            "model: got packed 4-bit weights, expected dense ones. Train on the same model in "
+            "bfloat16; the adapter fits both."
+        )
+
+
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rotation
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-def _context_mask(anchors: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return [N, S] additive: the slots of an anchor see the context before it."""
-    visible = torch.arange(length, device=anchors.device) < anchors[:, None]
-    mask = torch.zeros(visible.shape, dtype=dtype, device=anchors.device)
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, float("-inf"))
 
 
-def _two_part_attention(q: Tensor, k: Tensor, v: Tensor, key_value: Tensor, mask: Tensor) -> Tensor:
+def _two_part_attention(q: Tensor, k: Tensor, v: Tensor, key_value: Tensor, masks: Masks) -> Tensor:
     """Attend to the shared context and to the slots of one's own anchor, in one softmax.
 
     A dense mask over all anchors' slots would cost N times the second part.
@@ -222,12 +251,13 @@ def _two_part_attention(q: Tensor, k: Tensor, v: Tensor, key_value: Tensor, mask
         k: [N (K+1), G, D].
         v: [N (K+1), G, D].
         key_value: [2, G, S, D] of the context.
-        mask: [N, S] additive.
+        masks: see `DraftModel._masks`.
 
     Returns:
         [N (K+1), H D].
     """
-    num_anchors, length = mask.shape
+    mask, own_mask = masks
+    num_anchors, _, length = mask.shape
     num_groups, head_dim = k.shape[1:]
     per_group, count = q.shape[1] // num_groups, len(q) // num_anchors
     # [G, N, (K+1) H/G, D]: the queries of one anchor and one kv head are the rows of a matrix.
@@ -237,8 +267,10 @@ def _two_part_attention(q: Tensor, k: Tensor, v: Tensor, key_value: Tensor, mask
         t.view(num_anchors, count, num_groups, head_dim).permute(2, 0, 1, 3) for t in (k, v)
     )
     flat = q.flatten(1, 2)
-    scores = (flat @ key_value[0].transpose(1, 2)).view(*q.shape[:3], length) + mask[:, None]
+    scores = (flat @ key_value[0].transpose(1, 2)).view(*q.shape[:3], length) + mask
     own = q @ own_k.transpose(2, 3)  # [G, N, (K+1) H/G, K+1]
+    if own_mask is not None:
+        own = own + own_mask
     weights = torch.softmax(torch.cat([scores, own], dim=-1), dim=-1, dtype=torch.float32)
     weights = weights.to(q.dtype)
     out = (weights[..., :length].flatten(1, 2) @ key_value[1]).view_as(q)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybrid.models.adapter import ATTENTION, MLP, PEFT_PREFIX, DraftConfig
+from hybrid.models.store import DEFAULT_NAME
+from hybrid.training.files import replacing, write_json
+
+DEFAULT_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def save_adapter(
@@ -30,10 +32,14 @@ def save_adapter(
         tensors: as `DraftModel.adapter_tensors` names them.
         base_model: name for PEFT's config.
         dtype: of the tensors on disk.
+
+    Raises:
+        CheckpointError: a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lora = {n: t.to(dtype).contiguous() for n, t in tensors.items() if n.startswith(PEFT_PREFIX)}
-    rest = {n: t.to(dtype).contiguous() for n, t in tensors.items() if n not in lora}
+    lora = {
+        n: t.to("cpu", dtype).contiguous() for n, t in tensors.items() if n.startswith(PEFT_PREFIX)
+    }
+    rest = {n: t.to("cpu", dtype).contiguous() for n, t in tensors.items() if n not in lora}
     num_layers = config.base["num_layers"]
     peft_config = {
         "peft_type": "LORA",
@@ -54,14 +60,13 @@ def save_adapter(
     write_json(folder / "draft_config.json", config.to_dict())
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write JSON so that a reader sees the old file or the new one."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)
-
-
 def _replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    part = path.with_suffix(".part")
-    save_file(dict(tensors), part)
-    os.replace(part, path)
+    with replacing(path) as part:
+        save_file(dict(tensors), part)
+
+
+def base_name(model: str) -> str:
+    """Return what an adapter's files call its base: a hub id where there is one, never a path."""
+    if model == DEFAULT_NAME:
+        return DEFAULT_MODEL_ID
+    return Path(model).name if Path(model).exists() else model

@@ -6,11 +6,10 @@ that was killed goes on as if it had not been. Next: hybrid/training/draft_model
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,18 @@ from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.adapter import DraftConfig, base_shape
 from hybrid.models.loading import load_model
 from hybrid.models.transformer import NativeBackbone
+from hybrid.training.card import write_card
+from hybrid.training.checkpoint import (
+    append_metrics,
+    forget_metrics_after,
+    load_checkpoint,
+    save_checkpoint,
+)
 from hybrid.training.config import SelfDiffusionConfig
 from hybrid.training.context import TargetContext, target_context
-from hybrid.training.data import Example, read_examples
+from hybrid.training.data import Example, data_sha256, read_examples
 from hybrid.training.draft_model import DraftModel
-from hybrid.training.export import save_adapter, write_json
+from hybrid.training.export import base_name, save_adapter
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -42,8 +48,10 @@ class Run:
     held_out: list[Example]
     vocabulary: Tensor  # [V'] ids that occur in the responses
     head: Tensor  # [V', C] their rows of the output head
-    contexts: dict[int, TargetContext]  # by index in `train`, when the configuration keeps them
+    data_sha256: str
+    contexts: dict[int, TargetContext] = field(default_factory=dict)  # by index in `train`
     step: int = 0
+    seconds: float = 0.0  # until `step`, over all processes that took part
 
     def context(self, index: int) -> TargetContext:
         """Return what the target knows of a training sequence."""
@@ -60,19 +68,20 @@ def train_self_diffusion(config: SelfDiffusionConfig, report: Report = lambda ro
 
     Args:
         config: validated configuration.
-        report: called with the metrics of a step or an evaluation; also written to metrics.jsonl.
+        report: called with the metrics of each step, which are also written to metrics.jsonl. When
+            it raises KeyboardInterrupt the step is saved first.
 
     Returns:
         The adapter folder.
 
     Raises:
-        ConfigError: bad data, or an output folder of another configuration.
-        CheckpointError: the target or the checkpoint cannot be read.
+        ConfigError: bad data, an output folder of another configuration, or a loss that is not a
+            number any more.
+        CheckpointError: the target or the checkpoint cannot be read, or a file not be written.
     """
     run = _prepare(config)
     _resume(run)
-    metrics = config.output / "metrics.jsonl"
-    started = time.perf_counter()
+    started = time.perf_counter() - run.seconds
     while run.step < config.steps:
         row = _train_step(run)
         run.step += 1
@@ -80,16 +89,23 @@ def train_self_diffusion(config: SelfDiffusionConfig, report: Report = lambda ro
             row |= evaluate(run)
             _save(run)
         row |= {"step": run.step, "seconds": round(time.perf_counter() - started, 2)}
-        with metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        report(row)
+        append_metrics(config.output, row)
+        try:
+            report(row)
+        except KeyboardInterrupt:  # between two steps, so nothing is half done
+            _save(run)
+            raise
     adapter = config.output / "adapter"
-    save_adapter(adapter, run.model.config, run.model.adapter_tensors(), base_model=config.model)
+    save_adapter(
+        adapter, run.model.config, run.model.adapter_tensors(), base_model=base_name(config.model)
+    )
+    write_card(config.output)
     return adapter
 
 
 def _prepare(config: SelfDiffusionConfig) -> Run:
-    loaded = load_model(config.model, dtype="bfloat16")
+    sha256 = data_sha256(config.data)  # before the model: it may have to be fetched
+    loaded = load_model(config.model, device=config.device, dtype="bfloat16")
     backbone = loaded.backbone
     if not isinstance(backbone, NativeBackbone):
         raise ConfigError(
@@ -117,15 +133,16 @@ def _prepare(config: SelfDiffusionConfig) -> Run:
         base=base_shape(backbone),
     )
     torch.manual_seed(config.seed)
-    model = DraftModel(backbone, draft_config)
+    model = DraftModel(backbone, draft_config).to(backbone.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
     train, held_out = examples[:split], examples[split:]
     vocabulary = torch.tensor(sorted({t for e in examples for t in e.response}))
-    config.output.mkdir(parents=True, exist_ok=True)
-    head = _head(model)[vocabulary]
-    return Run(config, model, optimizer, train, held_out, vocabulary, head, {})
+    vocabulary = vocabulary.to(backbone.device)
+    return Run(
+        config, model, optimizer, train, held_out, vocabulary, model.head[vocabulary], sha256
+    )
 
 
 def _train_step(run: Run) -> dict[str, Any]:
@@ -142,6 +159,11 @@ def _train_step(run: Run) -> dict[str, Any]:
         loss = draft_loss(run.model, context, anchors, run.vocabulary, run.head, config.decay)
         (loss / config.sequences_per_step).backward()  # type: ignore[no-untyped-call]
         total += loss.item() / config.sequences_per_step
+    if not math.isfinite(total):
+        raise ConfigError(
+            f"learning_rate: the loss is {total} at step {run.step + 1}, expected a number. Give a "
+            f"rate lower than {config.learning_rate} and another output folder."
+        )
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
     run.optimizer.step()
     return {"loss": round(total, 5), "grad_norm": round(norm.item(), 4), "learning_rate": rate}
@@ -158,7 +180,7 @@ def draw_anchors(context: TargetContext, count: int, generator: torch.Generator)
     # The last token has nothing to predict.
     possible = torch.arange(context.first_anchor, len(context.tokens) - 1)
     chosen = torch.randperm(len(possible), generator=generator)[:count]
-    return possible[chosen].sort().values
+    return possible[chosen].sort().values.to(context.tokens.device)
 
 
 def draft_loss(
@@ -177,13 +199,13 @@ def draft_loss(
     targets, exists = slot_targets(context, anchors, logits.shape[1])
     classes = torch.searchsorted(vocabulary, targets)
     losses = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none")
-    weights = torch.exp(-torch.arange(logits.shape[1]) / decay) * exists
+    weights = torch.exp(-torch.arange(logits.shape[1], device=logits.device) / decay) * exists
     return (losses.view_as(weights) * weights).sum() / weights.sum()
 
 
 def slot_targets(context: TargetContext, anchors: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the tokens [N, K] that follow each anchor, and which of them exist."""
-    index = anchors[:, None] + torch.arange(1, count + 1)
+    index = anchors[:, None] + torch.arange(1, count + 1, device=anchors.device)
     exists = index < len(context.tokens)
     return context.tokens[index.clamp(max=len(context.tokens) - 1)], exists
 
@@ -192,15 +214,16 @@ def slot_targets(context: TargetContext, anchors: Tensor, count: int) -> tuple[T
 def evaluate(run: Run) -> dict[str, Any]:
     """Return acceptance by position and expected acceptance length on the held-out sequences.
 
-    Every eighth position of a response is an anchor. The expected acceptance length is 1 plus the mean
-    number of leading slots that equal the target's own tokens, over the whole vocabulary.
+    Every eighth position of a response is an anchor. The expected acceptance length is 1 plus the
+    mean number of leading slots that equal the target's own tokens, over the whole vocabulary.
     """
     count = run.model.config.num_draft_tokens
-    hits, leading, totals = torch.zeros(count), torch.zeros(count), torch.zeros(count)
+    hits, leading, totals = torch.zeros(3, count, device=run.vocabulary.device)
     for example in run.held_out:
         context = target_context(run.model.backbone, run.model.config, example)
         anchors = torch.arange(context.first_anchor, len(context.tokens) - 1)[::8]
-        predicted = run.model(context, anchors, _head(run.model)).argmax(dim=-1)
+        anchors = anchors.to(context.tokens.device)
+        predicted = run.model(context, anchors, run.model.head).argmax(dim=-1)
         targets, exists = slot_targets(context, anchors, count)
         right = (predicted == targets) & exists
         hits += right.sum(dim=0)
@@ -213,55 +236,25 @@ def evaluate(run: Run) -> dict[str, Any]:
     }
 
 
-def _head(model: DraftModel) -> Tensor:
-    head: Tensor = model.backbone.head.weight  # type: ignore[attr-defined]
-    return head
-
-
 def _save(run: Run) -> None:
-    path = run.config.output / "checkpoint.pt"
-    part = path.with_suffix(".part")
-    torch.save(
-        {
-            "step": run.step,
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
-            "config": run.config.model_dump(mode="json"),
-        },
-        part,
-    )
-    os.replace(part, path)
-    write_json(run.config.output / "config.json", run.config.model_dump(mode="json"))
+    state = {
+        "step": run.step,
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+    }
+    save_checkpoint(run.config, run.data_sha256, state)
 
 
 def _resume(run: Run) -> None:
-    path = run.config.output / "checkpoint.pt"
-    if not path.is_file():
-        return
-    try:
-        saved = torch.load(path, weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. Remove it to start over."
-        ) from error
-    current = run.config.model_dump(mode="json")
-    differs = sorted(k for k in current if saved["config"].get(k) != current[k] and k != "output")
-    if differs:
-        raise ConfigError(
-            f"output: {run.config.output} holds a run with other values of {', '.join(differs)}. "
-            "Give another folder, or the same values to resume."
-        )
-    run.model.load_state_dict(saved["model"])
-    run.optimizer.load_state_dict(saved["optimizer"])
-    run.step = saved["step"]
-    _drop_metrics_after(run.config.output / "metrics.jsonl", run.step)
-
-
-def _drop_metrics_after(path: Path, step: int) -> None:
-    """Forget the lines of steps that will be run again."""
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        part = path.with_suffix(".part")
-        part.write_text("".join(kept), encoding="utf-8")
-        os.replace(part, path)
+    state = load_checkpoint(run.config, run.data_sha256)
+    if state is not None:
+        try:
+            run.model.load_state_dict(state["model"])
+            run.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{run.config.output}: the checkpoint does not fit this model: {error}. "
+                "Give another output folder."
+            ) from error
+        run.step = state["step"]
+    run.seconds = forget_metrics_after(run.config.output, run.step)

@@ -64,8 +64,6 @@ class LiveScreen:
             console=self.console,
             auto_refresh=False,
             transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
         )
         due = 0.0
 

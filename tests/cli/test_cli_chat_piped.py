@@ -66,7 +66,8 @@ def test_a_failure_in_the_middle_keeps_and_marks_the_partial_answer(piped, tmp_p
 
 
 def test_invalid_utf8_and_ascii_output_do_not_break_the_chat(piped) -> None:
-    assert piped("hello", "chat", stdin=b"\xff\xfe\n").stdout.decode() == ANSWER
+    done = piped("hello", "chat", stdin=b"\xff\xfe\n", PYTHONIOENCODING="utf-8:strict")
+    assert (done.stdout.decode(), done.stderr) == (ANSWER, b"")
     done = piped("hello", "chat", stdin=b"hi\n/legend\n", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert b"###--" in done.stdout

@@ -1,0 +1,138 @@
+"""The model card of an adapter folder: what it is, how it was made, how well it drafts.
+
+Everything in it comes from the run's own files, so a card can be written again at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from hybrid.errors import CheckpointError
+from hybrid.training.checkpoint import read_metrics
+from hybrid.training.config import SelfDiffusionConfig
+from hybrid.training.data import data_sha256
+from hybrid.training.export import base_name
+from hybrid.training.files import replacing
+
+_FLAGS = {"data", "output", "model", "steps", "learning_rate", "seed"}  # the others go by --set
+_TEMPLATE = """---
+license: apache-2.0
+base_model: {base}
+library_name: peft
+tags: [hybrid-decoder, self-speculative-decoding, diffusion, lora]
+---
+
+# Diffusion adapter for {base}
+
+It lets the model draft {num_draft_tokens} tokens for itself in one bidirectional pass over masked
+slots, which its own autoregressive mode then verifies. The adapter acts in draft passes only: the
+autoregressive logits and the key-value cache stay those of the base model, bit for bit.
+
+    HybridDecoder.from_pretrained({model!r}, adapter="this folder")
+
+The low-rank weights are a PEFT adapter (`adapter_model.safetensors`). On their own they do not
+draft: the draft's input and norms are in `draft_model.safetensors`.
+
+## Training
+
+| | |
+|---|---|
+| data | `{data}`, {num_examples} examples, the last {num_eval} of them held out |
+| SHA-256 of the data | `{sha256}` |
+| seed | {seed} |
+| steps | {steps} |
+| hours | {hours:.2f} |
+| versions | {versions} |
+
+    {command}
+
+## Acceptance
+
+On the held-out examples, greedy, every eighth position: share of drafted tokens that equal the
+base model's own, by position behind the anchor. Expected acceptance length (leading right tokens,
+plus the one that the base model adds): **{length:.2f}**.
+
+| {header} |
+|{rule}|
+| {accuracy} |
+
+## Licence
+
+Apache-2.0, as the base model.
+"""
+
+
+def write_card(run: Path) -> Path:
+    """Write README.md into the adapter folder of a finished run.
+
+    Args:
+        run: output folder of the training.
+
+    Returns:
+        The card.
+
+    Raises:
+        CheckpointError: the run has no configuration or no evaluation yet.
+        ConfigError: its data cannot be read.
+    """
+    try:
+        config = SelfDiffusionConfig(**json.loads((run / "config.json").read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{run} holds no training run: {error}.") from error
+    rows = [row for row in read_metrics(run) if "accuracy_by_position" in row]
+    if not rows:
+        raise CheckpointError(f"{run} has no evaluation yet, expected one in metrics.jsonl.")
+    last, accuracy = rows[-1], rows[-1]["accuracy_by_position"]
+    sha256 = data_sha256(config.data)
+    text = _TEMPLATE.format(
+        base=base_name(config.model),
+        model=_shown(config.model),
+        num_draft_tokens=config.num_draft_tokens,
+        data=config.data.name,
+        num_examples=sum(bool(line.strip()) for line in config.data.read_bytes().split(b"\n")),
+        num_eval=config.num_eval_sequences,
+        sha256=sha256,
+        seed=config.seed,
+        steps=last["step"],
+        hours=last["seconds"] / 3600,
+        versions=_versions(),
+        command=command_line(config),
+        length=last["expected_acceptance_length"],
+        header=" | ".join(str(i + 1) for i in range(len(accuracy))),
+        rule="|".join("---" for _ in accuracy),
+        accuracy=" | ".join(f"{100 * share:.0f} %" for share in accuracy),
+    )
+    card = run / "adapter" / "README.md"
+    with replacing(card) as part:
+        part.write_text(text, encoding="utf-8")
+    return card
+
+
+def command_line(config: SelfDiffusionConfig) -> str:
+    """Return the command that makes this run; paths are shown by their last part."""
+    words = ["hybrid", "train", "self-diffusion"]
+    for name, value in config.model_dump(mode="json").items():
+        info = SelfDiffusionConfig.model_fields[name]
+        if not info.is_required() and getattr(config, name) == info.default:
+            continue
+        shown = _shown(value) if isinstance(value, str) else json.dumps(value)
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag, shown] if name in _FLAGS else ["--set", f"{name}={shown}"]
+    return shlex.join(words)
+
+
+def _shown(text: str) -> str:
+    path = Path(text)
+    return path.name if path.is_absolute() or path.exists() else text
+
+
+def _versions() -> str:
+    names = ("hybrid-decoder", "torch", "transformers", "safetensors")
+    found = ", ".join(f"{name} {version(name)}" for name in names)
+    return f"Python {platform.python_version()}, {found}, {torch.get_num_threads()} thread(s)"

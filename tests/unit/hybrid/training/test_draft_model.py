@@ -1,0 +1,266 @@
+"""The trained draft pass is the engine's draft pass, and its gradient is right."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FAMILIES, make_engine, tiny_backbone
+from torch import Tensor
+
+from hybrid.decode.loop import prefill
+from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
+from hybrid.errors import ConfigError
+from hybrid.models.adapter import DiffusionAdapter, DraftConfig, base_shape
+from hybrid.models.checkpoint import open_checkpoint
+from hybrid.models.families import spec_from_config
+from hybrid.models.tiny import tiny_checkpoint
+from hybrid.models.transformer import NativeBackbone
+from hybrid.params import SamplingParams
+from hybrid.protocols import DraftState
+from hybrid.training.context import target_context
+from hybrid.training.data import Example
+from hybrid.training.draft_model import DraftModel
+from hybrid.training.trainer import draft_loss
+from hybrid.types import Mode, Plan
+
+BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in FAMILIES},
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "llama-yarn": ("llama", {"rope": (("rope_type", "yarn"), ("factor", 4.0), ("rope_theta", 1e4))}),
+}  # fmt: skip
+
+
+def draft_model(backbone: NativeBackbone, num_draft_tokens: int = 4, seed: int = 0) -> DraftModel:
+    """Return a model none of whose parameters is zero."""
+    config = DraftConfig(num_draft_tokens, 1, (0, 1), 3, 6.0, base_shape(backbone))
+    model = DraftModel(backbone, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.2 * torch.randn(value.shape, generator=generator))
+    return model
+
+
+def sequence(length: int = 24, vocab_size: int = 64) -> Example:
+    ids = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(3)).tolist()
+    return Example(tuple(ids[:4]), tuple(ids[4:]))
+
+
+def engine_log_probs(model: DraftModel, tokens: list[int], anchor: int) -> Tensor:
+    """Draft behind `anchor` with the engine. Returns log-probabilities [K, V]."""
+    adapter = DiffusionAdapter(model.backbone, model.config, model.adapter_tensors())
+    drafter = SelfDiffusionDrafter(model.backbone, adapter)
+    params = SamplingParams(temperature=1, max_new_tokens=20, seed=1)
+    engine, (row,) = make_engine(model.backbone, drafter, [tokens[:anchor]], params)
+    _, hidden = prefill(engine, row)
+    row.tokens[-1] = tokens[anchor]  # the anchor that we want, whatever the target chose
+    plan = Plan(Mode.SPECULATIVE, model.config.num_draft_tokens)
+    proposal = drafter.draft(DraftState([row], engine.cache, hidden), plan)
+    assert proposal.draft_probs is not None
+    return proposal.draft_probs[0].log()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 9], ids="K{}".format)
+@pytest.mark.parametrize("name", BACKBONES)
+def test_is_the_engines_draft_pass(name: str, num_draft_tokens: int) -> None:
+    family, fields = BACKBONES[name]
+    backbone = tiny_backbone(family, **fields)
+    model = draft_model(backbone, num_draft_tokens)
+    example = sequence()
+    anchors = torch.tensor([4, 5, 13, 22])  # K = 9 slots reach beyond mistral's window of 6
+    with torch.no_grad():
+        logits = model(target_context(backbone, model.config, example), anchors, model.head)
+    assert logits.shape == (4, num_draft_tokens, 64)
+    ours = torch.log_softmax(logits, dim=-1)
+    for index, anchor in enumerate(anchors.tolist()):
+        expected = engine_log_probs(model, example.tokens, anchor)
+        torch.testing.assert_close(ours[index], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_an_anchor_does_not_see_the_other_anchors(name: str) -> None:
+    backbone = tiny_backbone(name)
+    model, example = draft_model(backbone), sequence()
+    context = target_context(backbone, model.config, example)
+    with torch.no_grad():
+        together = model(context, torch.tensor([4, 6, 11]), model.head)
+        alone = [model(context, torch.tensor([a]), model.head) for a in (4, 6, 11)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
+
+
+def test_an_anchor_does_not_see_the_future() -> None:
+    backbone = tiny_backbone()
+    model, example = draft_model(backbone), sequence()
+    changed = Example(example.prompt, (*example.response[:8], *reversed(example.response[8:])))
+    anchors = torch.tensor([5, 11])
+    with torch.no_grad():
+        outs = [
+            model(target_context(backbone, model.config, e), anchors, model.head)
+            for e in (example, changed)
+        ]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-5)
+
+
+def test_starts_as_the_base_model() -> None:
+    """Low-rank updates, slots, P and Q start at zero: slots differ in position alone."""
+    backbone = tiny_backbone()
+    config = DraftConfig(2, 1, (0,), 3, 6.0, base_shape(backbone))
+    torch.manual_seed(0)
+    model, other = DraftModel(backbone, config), DraftModel(backbone, config)
+    assert not torch.equal(model.mask, other.mask)
+    context = target_context(backbone, config, sequence())
+    with torch.no_grad():
+        ours, theirs = (m(context, torch.tensor([5]), m.head) for m in (model, other))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"entry_layer": 0}, "entry_layer: got 0, expected 1 to 2"),
+        ({"entry_layer": 3}, "entry_layer: got 3, expected 1 to 2"),
+        ({"feature_layers": (0, 3)}, "feature_layers: got .* below 3"),
+    ],
+)
+def test_refuses_layers_outside_the_model(change: dict[str, Any], match: str) -> None:
+    backbone = tiny_backbone()
+    fields = {"entry_layer": 1, "feature_layers": (0,), **change}
+    with pytest.raises(ConfigError, match=match):
+        DraftModel(backbone, DraftConfig(2, rank=2, lora_alpha=2, base={}, **fields))
+
+
+# The gradient against an independent float64 twin: two loops of attention, merged low-rank updates.
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _turn(x: Tensor, position: int) -> Tensor:
+    """Rotate one head [D]: pairs (i, i + D/2) turn by position / 10000^(2 i / D)."""
+    half = len(x) // 2
+    out = list(x)
+    for i in range(half):
+        angle = position * 10000 ** (-2 * i / len(x))
+        cos, sin = math.cos(angle), math.sin(angle)
+        out[i] = x[i] * cos - x[half + i] * sin
+        out[half + i] = x[half + i] * cos + x[i] * sin
+    return torch.stack(out)
+
+
+class Twin:
+    """The draft pass of one anchor by the formulas of the paper trail, float64, loops everywhere."""
+
+    heads, groups, eps = 4, 2, 1e-6
+
+    def __init__(self, weights: dict[str, Tensor], adapter: dict[str, Tensor], scale: float):
+        self.w, self.a, self.scale = weights, adapter, scale
+
+    def _matrix(self, index: int, name: str, draft: bool) -> Tensor:
+        block = "self_attn" if name[0] in "qkvo" else "mlp"
+        weight = self.w[f"model.layers.{index}.{block}.{name}_proj.weight"]
+        if not draft:
+            return weight
+        prefix = f"base_model.model.model.layers.{index}.{block}.{name}_proj"
+        a, b = self.a[f"{prefix}.lora_A.weight"], self.a[f"{prefix}.lora_B.weight"]
+        return weight + self.scale * (b @ a)
+
+    def layer(
+        self, index: int, x: Tensor, start: int, past: list[tuple[Tensor, Tensor]], draft: bool
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """x [T, C] at positions start ...; `past` holds (keys, values) [G, D] per earlier token."""
+        norm = f"layers.{index}.{{}}_norm"
+        gains = (
+            (self.a[norm.format("input")], self.a[norm.format("post")])
+            if draft
+            else (
+                self.w[f"model.layers.{index}.input_layernorm.weight"],
+                self.w[f"model.layers.{index}.post_attention_layernorm.weight"],
+            )
+        )
+        h = _rms(x, gains[0], self.eps)
+        q, k, v = (h @ self._matrix(index, n, draft).T for n in "qkv")
+        q, k, v = (
+            t.view(len(x), n, -1) for t, n in ((q, self.heads), (k, self.groups), (v, self.groups))
+        )
+        new = [
+            (torch.stack([_turn(head, start + t) for head in k[t]]), v[t]) for t in range(len(x))
+        ]
+        rows = []
+        for t in range(len(x)):
+            seen = past + (new if draft else new[: t + 1])
+            out = []
+            for head in range(self.heads):
+                group = head * self.groups // self.heads
+                query = _turn(q[t, head], start + t)
+                scores = torch.stack([query @ key[group] for key, _ in seen])
+                share = torch.softmax(scores / math.sqrt(len(query)), dim=0)
+                out.append(sum(s * value[group] for s, (_, value) in zip(share, seen, strict=True)))
+            rows.append(torch.cat(out))
+        x = x + torch.stack(rows) @ self._matrix(index, "o", draft).T
+        h = _rms(x, gains[1], self.eps)
+        gate = h @ self._matrix(index, "gate", draft).T
+        inner = gate * torch.sigmoid(gate) * (h @ self._matrix(index, "up", draft).T)
+        return x + inner @ self._matrix(index, "down", draft).T, new
+
+    def loss(self, tokens: list[int], anchor: int, count: int, decay: float) -> tuple[Tensor, float]:
+        """Return (sum of weighted losses, sum of weights) of one anchor."""
+        embedding, one = self.w["model.embed_tokens.weight"], torch.ones(())
+        clean, _ = self.layer(0, embedding[tokens[:anchor]], 0, [], draft=False)
+        after, cached = self.layer(1, clean, 0, [], draft=False)
+        features = torch.cat([_rms(h[-1], one, 1e-6) for h in (clean, after)])
+        base = clean[-1] + self.a["features"] @ features
+        emb = embedding[tokens[anchor]]
+        slots = []
+        for j in range(count + 1):
+            s = self.a["slots"][j]
+            own = (emb if j == 0 else self.a["mask"]) + s
+            slots.append(base + s + self.a["project"] @ torch.cat([_rms(emb, one, 1e-6), own]))
+        x, _ = self.layer(1, torch.stack(slots), anchor, cached, draft=True)
+        logits = _rms(x, self.a["norm.weight"], self.eps) @ self.w["lm_head.weight"].T
+        total, weights = torch.zeros(()), 0.0
+        for j in range(1, count + 1):
+            if anchor + j < len(tokens):
+                weight = math.exp(-(j - 1) / decay)
+                total = total - weight * torch.log_softmax(logits[j], dim=0)[tokens[anchor + j]]
+                weights += weight
+        return total, weights
+
+
+def test_gradient_is_that_of_a_float64_twin(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, vocab_size=16, hidden_size=16, num_layers=2, tokenizer=False)
+    checkpoint = open_checkpoint(path)
+    backbone = NativeBackbone(spec_from_config(checkpoint.config), checkpoint.tensors)
+    model = draft_model(backbone, num_draft_tokens=3)
+    example = sequence(11, vocab_size=16)
+    anchors = torch.tensor([4, 6, 9])  # the last one has one slot only
+    loss = draft_loss(
+        model, target_context(backbone, model.config, example), anchors,
+        torch.arange(16), model.head, decay=2.0,
+    )  # fmt: skip
+    loss.backward()
+    names = {value.data_ptr(): name for name, value in model.adapter_tensors().items()}
+    ours = {names[value.data_ptr()]: value.grad for value in model.parameters()}
+
+    leaves = {n: t.double().requires_grad_() for n, t in model.adapter_tensors().items()}
+    weights = {name: checkpoint.tensors[name].double() for name in checkpoint.tensors}
+    twin = Twin(weights, leaves, scale=2.0)
+    twin.eps = checkpoint.config["rms_norm_eps"]
+    parts = [twin.loss(example.tokens, a, 3, decay=2.0) for a in anchors.tolist()]
+    expected = sum(part for part, _ in parts) / sum(weight for _, weight in parts)
+    expected.backward()
+
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert ours.keys() == leaves.keys()
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        assert leaf.grad.abs().max() > 0, name
+        size = leaf.grad.abs().max().item()
+        torch.testing.assert_close(
+            ours[name].double(), leaf.grad, rtol=1e-3, atol=1e-4 * size, msg=lambda m, n=name: f"{n}: {m}"
+        )  # fmt: skip
