@@ -78,9 +78,9 @@ class HybridDecoder:
         """
         self.backbone, self.tokenizer, self.model_name = backbone, tokenizer, model_name
         self.adapter = adapter
-        if num_draft_tokens is not None and num_draft_tokens < 1:
+        if num_draft_tokens is not None and not _is_count(num_draft_tokens):
             raise ConfigError(
-                f"num_draft_tokens: got {num_draft_tokens}, expected at least 1. "
+                f"num_draft_tokens: got {num_draft_tokens!r}, expected an integer of at least 1. "
                 "To decode without a draft use strategy='ar'."
             )
         self._num_draft_tokens = num_draft_tokens
@@ -89,8 +89,14 @@ class HybridDecoder:
         self._drafter = drafter
         self._verifier = verifier
         self._make_drafter(drafter)  # fails now rather than at the first request
-        if isinstance(verifier, str) and verifier != "auto":
-            registry.load("verifier", verifier)
+        if isinstance(verifier, str):
+            if verifier != "auto":
+                registry.load("verifier", verifier)
+        elif not isinstance(verifier, Verifier):
+            raise ConfigError(
+                f"verifier: got {type(verifier).__name__}, expected a name or a Verifier "
+                "(hybrid/protocols.py)."
+            )
 
     @classmethod
     def from_pretrained(
@@ -341,6 +347,10 @@ class HybridDecoder:
         if name == "auto":
             name = "greedy" if params.is_greedy else "rejection"
         return registry.load("verifier", name)()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _events(engine: Engine, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:

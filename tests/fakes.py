@@ -143,9 +143,9 @@ class ScriptedTarget(FakeTarget):
         self.answer = list(answer)
 
         def law(tokens: list[int]) -> list[float]:
-            at = min(len(tokens) - num_prompt_tokens, len(self.answer) - 1)
+            at = max(len(tokens) - num_prompt_tokens, 0)  # inside the prompt nobody looks
             logits = [0.0] * self.vocab_size
-            logits[self.answer[at]] = 5.0
+            logits[self.answer[min(at, len(self.answer) - 1)]] = 5.0
             return logits
 
         kwargs.setdefault("eos_token_ids", (EOS,))

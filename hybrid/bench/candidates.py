@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid import __version__
 from hybrid.attention.pattern import causal
 from hybrid.decoder import HybridDecoder
-from hybrid.models.linear import Int4Linear
+from hybrid.models.linear import PackedLinear
 from hybrid.models.reference import TransformersReference
 from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone
@@ -150,6 +150,6 @@ def precision(backbone: Backbone) -> str:
         for layer in getattr(backbone, "layers", ())
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
     ]
-    if any(isinstance(linear, Int4Linear) for linear in linears):
+    if any(isinstance(linear, PackedLinear) for linear in linears):
         return "int4"
     return str(backbone.dtype).removeprefix("torch.")

@@ -24,6 +24,7 @@ INT4_METHOD = "hybrid-q4_1"
 know it and says so when it is handed such a folder by mistake."""
 
 _INT4_PARTS = ("q4", "d", "m")
+_INT8_PARTS = ("q8", "d")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,47 @@ class Int4Blocks:
 
 
 @dataclass(frozen=True, eq=False)
+class Int8Blocks:
+    """A weight as GGUF Q8_0 blocks: weight[o, i] = q[o, i] * d, d of the block i // 32 of row o.
+
+    Attributes:
+        quants: [O, I] int8.
+        d: [O, I/32] float16, step of the block.
+    """
+
+    quants: Tensor
+    d: Tensor
+
+    def __post_init__(self) -> None:
+        """Check that the two parts belong together.
+
+        Raises:
+            CheckpointError: shapes or dtypes do not fit.
+        """
+        rows, columns = self.quants.shape if self.quants.dim() == 2 else (-1, -1)
+        fits = columns % INT4_GROUP == 0 and tuple(self.d.shape) == (rows, columns // INT4_GROUP)
+        if not fits or (self.quants.dtype, self.d.dtype) != (torch.int8, torch.float16):
+            got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (self.quants, self.d))
+            raise CheckpointError(
+                f"8-bit weight: got {got}; expected int8 [O, I] and float16 [O, I/32]. "
+                "The checkpoint is damaged: remove it and pull it again."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape [O, I] of the weight."""
+        return self.quants.shape[0], self.quants.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [O, I], computed in float32 and rounded once to `dtype`."""
+        grouped = self.quants.view(self.shape[0], -1, INT4_GROUP).float()
+        return (grouped * self.d.float().unsqueeze(-1)).view(self.shape).to(dtype)
+
+
+Weight = Tensor | Int4Blocks | Int8Blocks
+
+
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A model on disk.
 
@@ -87,7 +129,7 @@ class Checkpoint:
 
     path: Path
     config: dict[str, Any]
-    tensors: Mapping[str, Tensor | Int4Blocks]
+    tensors: Mapping[str, Weight]
     generation_config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -191,7 +233,7 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
     )
 
 
-class _SafetensorsFolder(Mapping[str, "Tensor | Int4Blocks"]):
+class _SafetensorsFolder(Mapping[str, Weight]):
     """The tensors of one or several memory-mapped safetensors files."""
 
     def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
@@ -199,14 +241,16 @@ class _SafetensorsFolder(Mapping[str, "Tensor | Int4Blocks"]):
         for name in files:
             handle = _open_safetensors(folder / name)
             self._parts.update(dict.fromkeys(handle.keys(), handle))
-        # In order of the files, each 4-bit weight once, under its own name.
+        # In order of the files, each weight in blocks once, under its own name.
         self._names = dict.fromkeys(_whole_name(part) for part in self._parts)
 
-    def __getitem__(self, name: str) -> Tensor | Int4Blocks:
+    def __getitem__(self, name: str) -> Weight:
         if name not in self._names:
             raise KeyError(name)
         if name in self._parts:
             return self._load(name)
+        if f"{name}.q8" in self._parts:
+            return Int8Blocks(*(self._load(f"{name}.{part}") for part in _INT8_PARTS))
         return Int4Blocks(*(self._load(f"{name}.{part}") for part in _INT4_PARTS))
 
     def __iter__(self) -> Iterator[str]:
@@ -217,14 +261,14 @@ class _SafetensorsFolder(Mapping[str, "Tensor | Int4Blocks"]):
 
     def _load(self, part: str) -> Tensor:
         if part not in self._parts:
-            raise CheckpointError(f"4-bit weight without its part {part!r}: pull the model again.")
+            raise CheckpointError(f"Weight in blocks without its part {part!r}: pull the model again.")
         tensor: Tensor = self._parts[part].get_tensor(part)
         return tensor
 
 
 def _whole_name(part: str) -> str:
     name, _, suffix = part.rpartition(".")
-    return name if suffix in _INT4_PARTS else part
+    return name if suffix in {*_INT4_PARTS, *_INT8_PARTS} else part
 
 
 def _open_safetensors(path: Path) -> Any:

@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
-from hybrid.models.checkpoint import INT4_GROUP, INT4_METHOD, Checkpoint, Int4Blocks
+from hybrid.models.checkpoint import (
+    INT4_GROUP,
+    INT4_METHOD,
+    Checkpoint,
+    Int4Blocks,
+    Int8Blocks,
+    Weight,
+)
 from hybrid.models.fetch import Progress, first_line
 from hybrid.models.gguf import open_gguf, read_gguf
 
@@ -29,7 +36,7 @@ def convert_gguf(
     Args:
         gguf: the file.
         folder: an empty folder.
-        precision: "int4" keeps Q4_1 layers as they are, the rest in bfloat16; "float32" and
+        precision: "int4" keeps Q4_1 and Q8_0 blocks as they are, the rest in bfloat16; "float32" and
             "bfloat16" are dense and load in plain transformers.
         progress: called per tensor.
 
@@ -39,10 +46,10 @@ def convert_gguf(
     """
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     reader = open_gguf(gguf)
-    checkpoint = read_gguf(gguf, dtype, keep_int4=precision == "int4", reader=reader)
-    has_int4 = _write_tensors(checkpoint, folder, progress)
+    checkpoint = read_gguf(gguf, dtype, keep_blocks=precision == "int4", reader=reader)
+    has_blocks = _write_tensors(checkpoint, folder, progress)
     config = {**checkpoint.config, "dtype": str(dtype).removeprefix("torch.")}
-    if has_int4:
+    if has_blocks:
         quantization = {"quant_method": INT4_METHOD, "bits": 4, "group_size": INT4_GROUP}
         config["quantization_config"] = quantization
     _write_json(folder / "config.json", config)
@@ -60,7 +67,7 @@ def _write_tensors(checkpoint: Checkpoint, folder: Path, progress: Progress | No
     """Write safetensors, sharded so that a large model never lies in memory whole."""
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
-    num_shards, has_int4 = 0, False
+    num_shards, has_blocks = 0, False
 
     def flush() -> None:
         nonlocal num_shards
@@ -71,12 +78,8 @@ def _write_tensors(checkpoint: Checkpoint, folder: Path, progress: Progress | No
         shard.clear()
 
     for done, (name, tensor) in enumerate(checkpoint.tensors.items(), start=1):
-        if isinstance(tensor, Int4Blocks):
-            has_int4 = True
-            parts = {"q4": tensor.quants, "d": tensor.d, "m": tensor.m}
-            shard.update({f"{name}.{part}": value for part, value in parts.items()})
-        else:
-            shard[name] = tensor
+        has_blocks |= not isinstance(tensor, Tensor)
+        shard.update(_on_disk(name, tensor))
         if sum(t.nbytes for t in shard.values()) >= _SHARD_BYTES:
             flush()
         if progress is not None:
@@ -88,7 +91,15 @@ def _write_tensors(checkpoint: Checkpoint, folder: Path, progress: Progress | No
     else:
         index = {"metadata": {}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-    return has_int4
+    return has_blocks
+
+
+def _on_disk(name: str, weight: Weight) -> dict[str, Tensor]:
+    if isinstance(weight, Int4Blocks):
+        return {f"{name}.q4": weight.quants, f"{name}.d": weight.d, f"{name}.m": weight.m}
+    if isinstance(weight, Int8Blocks):
+        return {f"{name}.q8": weight.quants, f"{name}.d": weight.d}
+    return {name: weight}
 
 
 def _write_tokenizer(gguf: Path, folder: Path, pre: str | None) -> None:

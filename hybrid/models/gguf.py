@@ -1,6 +1,6 @@
 """Read a GGUF file: its metadata as a Hugging Face config, its tensors under transformers' names.
 
-Q4_1 linear layers keep their 4-bit blocks; everything else is dequantised when it is asked for.
+Q4_1 and Q8_0 matrices can keep their blocks; everything else is dequantised when it is asked for.
 Next: hybrid/models/store.py, which turns the result into a folder.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
-from hybrid.models.checkpoint import INT4_GROUP, Checkpoint, Int4Blocks
+from hybrid.models.checkpoint import INT4_GROUP, Checkpoint, Int4Blocks, Int8Blocks, Weight
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -47,21 +47,23 @@ _IN_LAYER = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _Q4_1_BYTES = 20  # d and m as float16, then 16 bytes of nibbles
+_Q8_0_BYTES = 34  # d as float16, then 32 signed bytes
 
 
 def read_gguf(
     path: str | Path,
     dtype: torch.dtype,
     *,
-    keep_int4: bool = True,
+    keep_blocks: bool = True,
     reader: GGUFReader | None = None,
 ) -> Checkpoint:
     """Open a GGUF file (memory mapped); tensors are decoded when they are asked for.
 
     Args:
         path: the file.
-        dtype: of every tensor that is not kept in 4 bits.
-        keep_int4: keep Q4_1 linear layers as `Int4Blocks`; otherwise dequantise them too.
+        dtype: of every tensor that is not kept in blocks.
+        keep_blocks: keep Q4_1 matrices as `Int4Blocks` and Q8_0 ones as `Int8Blocks`; otherwise
+            dequantise them too.
         reader: result of `open_gguf`, when the caller has it; parsing a vocabulary takes seconds.
 
     Raises:
@@ -78,7 +80,7 @@ def read_gguf(
     return Checkpoint(
         path=file,
         config={**config, **special},
-        tensors=_GGUFTensors(file, reader, config, dtype, keep_int4),
+        tensors=_GGUFTensors(file, reader, config, dtype, keep_blocks),
         generation_config=special,
     )
 
@@ -227,7 +229,7 @@ def _llama3_rope(file: Path, config: Mapping[str, Any], factors: np.ndarray) -> 
     }
 
 
-class _GGUFTensors(Mapping[str, "Tensor | Int4Blocks"]):
+class _GGUFTensors(Mapping[str, Weight]):
     """The tensors of an open GGUF file under transformers' names."""
 
     def __init__(
@@ -236,14 +238,14 @@ class _GGUFTensors(Mapping[str, "Tensor | Int4Blocks"]):
         reader: GGUFReader,
         config: Mapping[str, Any],
         dtype: torch.dtype,
-        int4: bool,
+        keep_blocks: bool,
     ) -> None:
         self._tensors = {
             _hf_name(file, t.name): t for t in reader.tensors if t.name != _ROPE_FACTORS
         }
         _check_complete(file, config, self._tensors)
         self._dtype = dtype
-        self._int4 = int4
+        self._keep_blocks = keep_blocks
         # llama.cpp interleaves the two halves of each rotary head of q and k of this family only.
         permuted = config["model_type"] in ("llama", "mistral")
         self._heads = {
@@ -251,7 +253,7 @@ class _GGUFTensors(Mapping[str, "Tensor | Int4Blocks"]):
             "k_proj": config["num_key_value_heads"] if permuted else 0,
         }
 
-    def __getitem__(self, name: str) -> Tensor | Int4Blocks:
+    def __getitem__(self, name: str) -> Weight:
         tensor = self._tensors[name]
         # name is [...]."q_proj"."weight" for a projection, "model"."norm"."weight" and such else.
         module = name.split(".")[-2]
@@ -259,8 +261,9 @@ class _GGUFTensors(Mapping[str, "Tensor | Int4Blocks"]):
         heads = self._heads.get(module, 0)
         if heads:
             data = data[_undo_permutation(data.shape[0], heads)]
-        if self._int4 and tensor.tensor_type.name == "Q4_1" and module.endswith("_proj"):
-            return _q4_1_blocks(data)
+        decode = _BLOCKS.get(tensor.tensor_type.name) if self._keep_blocks else None
+        if decode is not None:
+            return decode(data)
         from gguf.quants import dequantize
 
         try:
@@ -328,3 +331,18 @@ def _q4_1_blocks(data: np.ndarray) -> Int4Blocks:
         d=torch.from_numpy(scales[..., 0].copy()),
         m=torch.from_numpy(scales[..., 1].copy()),
     )
+
+
+def _q8_0_blocks(data: np.ndarray) -> Int8Blocks:
+    """Split Q8_0 bytes [O, I/32 * 34] into parts."""
+    rows = data.shape[0]
+    blocks = data.reshape(rows, -1, _Q8_0_BYTES)  # [O, I/32, 34]
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)
+    quants = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)
+    return Int8Blocks(
+        quants=torch.from_numpy(quants.reshape(rows, blocks.shape[1] * INT4_GROUP)),
+        d=torch.from_numpy(scales[..., 0].copy()),
+    )
+
+
+_BLOCKS = {"Q4_1": _q4_1_blocks, "Q8_0": _q8_0_blocks}

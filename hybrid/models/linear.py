@@ -1,4 +1,4 @@
-"""`Linear`: y = x W^T + b, the weight dense or as packed 4-bit blocks; nothing above knows which.
+"""`Linear`: y = x W^T + b, the weight dense or in packed blocks; nothing above knows which.
 
 Packed layers take bfloat16 activations. Their rows are bit-identical whatever the number of rows,
 which is what makes a row of a batch independent of the others.
@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.models.checkpoint import Int4Blocks
+from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks, Int8Blocks, Weight
 
-GROUP = 32
 # The CPU's matrix library rounds a row differently by the number of rows beside it, except in whole
 # tiles: measured with 1 and 2 threads, any number of rows from 2 on in bfloat16, multiples of 4 in
 # float32. On 2 to 7 float32 rows it is also slower than on 8.
@@ -76,28 +75,35 @@ class DenseLinear(Linear):
         return self.weight.numel() * self.weight.element_size()
 
 
-class Int4Linear(Linear):
-    """Weight as 4-bit blocks of 32 along the input, for torch's packed CPU kernel.
+class PackedLinear(Linear):
+    """Weight in blocks of 32 along the input, for torch's packed 4-bit CPU kernel.
 
-    The kernel computes (q - 8) * scale + zero, so a GGUF Q4_1 block q * d + m goes in unchanged
-    with scale = d and zero = m + 8 d.
+    The kernel computes (q - 8) * scale + zero. A GGUF Q4_1 block q * d + m goes in unchanged with
+    scale = d and zero = m + 8 d. A Q8_0 block q * d goes in as two layers of nibbles side by side,
+    16 d (q >> 4) + d (q & 15), over the input repeated.
     """
 
-    def __init__(self, blocks: Sequence[Int4Blocks], bias: Tensor | None = None) -> None:
-        """Pack `blocks`, stacked along the output."""
-        quants = torch.cat([b.quants for b in blocks])
-        d = torch.cat([b.d for b in blocks]).float()
-        m = torch.cat([b.m for b in blocks]).float()
-        self.out_features = quants.shape[0]
-        nibbles = torch.stack([quants & 15, quants >> 4], dim=-1).flatten(1).to(torch.int32)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 2)
-        scales = torch.stack([d, m + 8 * d], dim=-1).transpose(0, 1)
+    def __init__(
+        self,
+        blocks: Sequence[Int4Blocks] | Sequence[Int8Blocks],
+        bias: Tensor | None = None,
+    ) -> None:
+        """Pack `blocks`, all of one kind, stacked along the output."""
+        parts = [_nibbles(b) for b in blocks]
+        nibbles, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
+        self.out_features = nibbles.shape[0]
+        self._repeats = isinstance(blocks[0], Int8Blocks)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles.to(torch.int32), 2)
+        self._packed: Tensor = packed
+        scales = torch.stack([scale, zero], dim=-1).transpose(0, 1)
         self._scales = scales.contiguous().to(torch.bfloat16)  # [I/32, O, 2]
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I] in bfloat16."""
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._scales)
+        if self._repeats:
+            x = torch.cat([x, x], dim=-1)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, INT4_GROUP, self._scales)
         return y if self.bias is None else y.add_(self.bias)
 
     @property
@@ -106,8 +112,19 @@ class Int4Linear(Linear):
         return self._packed.numel() + 2 * self._scales.numel()
 
 
+def _nibbles(blocks: Int4Blocks | Int8Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """Return nibbles [O, I'] uint8 and their scale and zero [O, I'/32] float32."""
+    d = blocks.d.float()
+    if isinstance(blocks, Int4Blocks):
+        nibbles = torch.stack([blocks.quants & 15, blocks.quants >> 4], dim=-1).flatten(1)
+        return nibbles, d, blocks.m.float() + 8 * d
+    high, low = (blocks.quants >> 4) + 8, blocks.quants & 15  # 0..15 both
+    nibbles = torch.cat([high, low], dim=1).to(torch.uint8)
+    return nibbles, torch.cat([16 * d, d], dim=1), torch.cat([torch.zeros_like(d), 8 * d], dim=1)
+
+
 def make_linear(
-    weights: Sequence[Tensor | Int4Blocks],
+    weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     *,
     exact: bool = False,
@@ -122,9 +139,10 @@ def make_linear(
         exact: see `DenseLinear`.
     """
     bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
-    blocks = [w for w in weights if isinstance(w, Int4Blocks)]
-    if len(blocks) == len(weights):
-        return Int4Linear(blocks, bias)
-    dtype = next(w.dtype for w in weights if isinstance(w, Tensor))
+    for kind in (Int4Blocks, Int8Blocks):
+        blocks = [w for w in weights if isinstance(w, kind)]
+        if len(blocks) == len(weights):
+            return PackedLinear(blocks, bias)
+    dtype = next((w.dtype for w in weights if isinstance(w, Tensor)), torch.bfloat16)
     dense = [w if isinstance(w, Tensor) else w.dequantize(dtype) for w in weights]
     return DenseLinear(torch.cat(dense) if len(dense) > 1 else dense[0], bias, exact=exact)

@@ -18,14 +18,12 @@ from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.kv_cache import KVCache
 from hybrid.errors import CheckpointError
 from hybrid.kernels.block_attention import block_attention
-from hybrid.models.checkpoint import Int4Blocks
+from hybrid.models.checkpoint import Weight
 from hybrid.models.linear import Linear, make_linear
 from hybrid.models.rope import Rope
 from hybrid.models.spec import ModelSpec
 from hybrid.protocols import Cache, Entry, ForwardOutput, LogitsFor
 from hybrid.types import Write
-
-Weight = Tensor | Int4Blocks
 
 
 @dataclass(slots=True)
@@ -286,14 +284,14 @@ class _Weights:
             raise CheckpointError(
                 f"{name}: got shape {list(value.shape)}, expected {list(shape)} by config.json."
             )
-        if isinstance(value, Int4Blocks):
+        if not isinstance(value, Tensor):
             on_cpu = self.device.type == "cpu" and self.dtype == torch.bfloat16
             return value if on_cpu else value.dequantize(self.dtype).to(self.device)
         return value.to(self.device, self.dtype)
 
     def dense(self, name: str, *shape: int) -> Tensor:
         value = self.get(name, *shape)
-        return value.dequantize(self.dtype) if isinstance(value, Int4Blocks) else value
+        return value if isinstance(value, Tensor) else value.dequantize(self.dtype)
 
     def linear(self, prefix: str, parts: Mapping[str, int], width: int, *, bias: bool) -> Linear:
         weights = [self.get(f"{prefix}.{n}.weight", size, width) for n, size in parts.items()]
@@ -327,7 +325,8 @@ class _Weights:
         )
 
     def head(self, embedding: Tensor) -> Linear:
-        if self.spec.tie_embeddings:
-            return make_linear([embedding], [None], exact=self.exact)
-        weight = self.get("lm_head.weight", self.spec.vocab_size, self.spec.hidden_size)
+        name = "model.embed_tokens.weight" if self.spec.tie_embeddings else "lm_head.weight"
+        weight = self.get(name, self.spec.vocab_size, self.spec.hidden_size)
+        if self.spec.tie_embeddings and isinstance(weight, Tensor):
+            weight = embedding  # not a second copy
         return make_linear([weight], [None], exact=self.exact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -28,7 +28,8 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         part.replace(path)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save has RuntimeErrors
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise CheckpointError(
             f"{path} cannot be written: {error}. What was there before is intact: free some space "
             "or mend the folder, and run the same command again."

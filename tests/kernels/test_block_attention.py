@@ -30,7 +30,9 @@ SHAPES = [  # prefix, new tokens, query heads, kv heads, head dim
 def tensors(prefix, num_tokens, heads, groups, dim, dtype, seed=0, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(num_tokens, heads, dim, generator=generator, dtype=torch.float64)
-    pair = torch.randn(2, groups, prefix + num_tokens, dim, generator=generator, dtype=torch.float64)
+    pair = torch.randn(
+        2, groups, prefix + num_tokens, dim, generator=generator, dtype=torch.float64
+    )
     return (query * scale).to(dtype), (pair[0] * scale).to(dtype), pair[1].to(dtype)
 
 

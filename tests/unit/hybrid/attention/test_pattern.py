@@ -100,7 +100,12 @@ def test_full_sequence_sees_no_cache():
 
 def test_only_causal_claims_to_be_causal():
     assert causal([0], 3).is_causal
-    for pattern in (bidirectional([0], 3), block_causal([0], 3, 2), tree([0], [-1]), one_pass([0], 2)):
+    for pattern in (
+        bidirectional([0], 3),
+        block_causal([0], 3, 2),
+        tree([0], [-1]),
+        one_pass([0], 2),
+    ):
         assert not pattern.is_causal
     assert not padded(causal([0], 3), [2]).is_causal
 

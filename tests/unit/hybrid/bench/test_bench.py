@@ -27,7 +27,7 @@ from hybrid.bench.prompts import PROMPTS, encode_prompts, read_prompts
 from hybrid.bench.runner import Sample, measure, rotated
 from hybrid.bench.widths import time_widths
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.models.linear import Int4Linear
+from hybrid.models.linear import PackedLinear
 from hybrid.models.reference import TransformersReference
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.types import Mode, StepRecord
@@ -248,7 +248,7 @@ def test_precision_names_packed_layers(decoder, checkpoint) -> None:
     assert precision(half.backbone) == "bfloat16"
     packed = torch.empty(0)
     layer = SimpleNamespace(
-        qkv=packed, o=packed, gate_up=packed, down=Int4Linear.__new__(Int4Linear)
+        qkv=packed, o=packed, gate_up=packed, down=PackedLinear.__new__(PackedLinear)
     )
     assert precision(SimpleNamespace(layers=[layer], dtype=torch.bfloat16)) == "int4"
 

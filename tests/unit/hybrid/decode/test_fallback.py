@@ -102,7 +102,9 @@ def test_garbage_changes_nothing_sampled(make, verifier):
     assert got == run_it("none", verifier, **fields)
 
 
-@pytest.mark.parametrize("fields", [{}, {"repetition_penalty": 1.2}, {"temperature": 1.0, "seed": 1}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"repetition_penalty": 1.2}, {"temperature": 1.0, "seed": 1}]
+)
 @pytest.mark.parametrize("fill", [-1, 10**9])
 def test_padding_may_hold_anything(fill, fields):
     def make(batch, width):

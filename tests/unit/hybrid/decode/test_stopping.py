@@ -57,7 +57,12 @@ def test_a_cut_character_comes_out_at_the_end_as_the_decoder_prints_it():
 
 
 def test_bytes_that_are_no_text_equal_a_decode_of_the_whole():
-    tokens = [*BYTES.encode("é")[:1], *BYTES.encode("xy"), *BYTES.encode("🙂")[:3], *BYTES.encode("z")]
+    tokens = [
+        *BYTES.encode("é")[:1],
+        *BYTES.encode("xy"),
+        *BYTES.encode("🙂")[:3],
+        *BYTES.encode("z"),
+    ]
     pieces, _ = stream_pieces(tokens)
     assert "".join(pieces) == BYTES.decode(tokens)
 
@@ -107,7 +112,9 @@ def splits(text):
 )
 def test_a_stop_string_is_found_however_the_tokens_cut_it(text, stop, expected):
     for parts in splits(text):
-        pieces, stopped = stream_pieces(range(len(parts)), stop, lambda i, p=parts: "".join(p[j] for j in i))
+        pieces, stopped = stream_pieces(
+            range(len(parts)), stop, lambda i, p=parts: "".join(p[j] for j in i)
+        )
         assert "".join(pieces) == (text if expected is None else expected), parts
         assert stopped == (expected is not None)
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybrid.errors import CheckpointError
-from hybrid.models.checkpoint import Int4Blocks, open_checkpoint
+from hybrid.models.checkpoint import Int4Blocks, Int8Blocks, open_checkpoint
 from hybrid.models.gguf import read_gguf
 
 CONFIG_KEYS = (
@@ -61,7 +61,7 @@ def test_dense_tensors_and_config_are_the_original(make_gguf, family, settings):
         assert read.config.get(key, False) == original.config.get(key, False)
 
 
-@pytest.mark.parametrize("quant", ["Q4_0", "Q5_1", "Q8_0", "F16", "BF16"])
+@pytest.mark.parametrize("quant", ["Q4_0", "Q5_1", "F16", "BF16"])
 def test_other_types_are_dequantised(make_gguf, quant):
     folder, file = make_gguf("qwen2", quant)
     original, read = open_checkpoint(folder), read_gguf(file, torch.bfloat16)
@@ -77,7 +77,7 @@ def test_q4_1_layers_keep_their_blocks(make_gguf, family):
     folder, file = make_gguf(family, "Q4_1")
     original = open_checkpoint(folder)
     packed = read_gguf(file, torch.bfloat16)
-    dense = read_gguf(file, torch.float32, keep_int4=False)
+    dense = read_gguf(file, torch.float32, keep_blocks=False)
     kind = gguf.GGMLQuantizationType.Q4_1
     for name, tensor in original.tensors.items():
         if name.split(".")[-2].endswith("_proj") and tensor.dim() == 2:
@@ -92,6 +92,17 @@ def test_q4_1_layers_keep_their_blocks(make_gguf, family):
             assert torch.equal(dense.tensors[name], torch.from_numpy(expected))
         else:
             assert torch.equal(packed.tensors[name], tensor.bfloat16()), name
+
+
+def test_q8_0_matrices_keep_their_blocks(make_gguf):
+    folder, file = make_gguf("qwen2", "Q8_0")
+    original, read = open_checkpoint(folder), read_gguf(file, torch.bfloat16)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    name = "model.layers.1.mlp.down_proj.weight"
+    quantised = gguf.quants.quantize(original.tensors[name].float().numpy(), kind)
+    expected = torch.from_numpy(gguf.quants.dequantize(quantised, kind))
+    assert isinstance(read.tensors[name], Int8Blocks)
+    assert torch.equal(read.tensors[name].dequantize(torch.float32), expected)
 
 
 def test_q4_1_nibbles_go_to_their_columns():
@@ -235,11 +246,12 @@ def test_default_model_equals_transformers_reading(default_gguf):
     num_packed = 0
     for name, tensor in expected.items():
         ours = read.tensors[name]
-        if isinstance(ours, Int4Blocks):
-            num_packed += 1
+        if not isinstance(ours, torch.Tensor):
+            num_packed += isinstance(ours, Int4Blocks)
             ours = ours.dequantize(torch.float32)
         assert torch.equal(ours, tensor), name
     assert num_packed == 7 * 30
+    assert isinstance(read.tensors["model.embed_tokens.weight"], Int8Blocks)
     for key, value in read.config.items():
         if key not in ("architectures", "rms_norm_eps"):
             assert getattr(model.config, key) == value, key

@@ -106,8 +106,8 @@ def test_an_anchor_does_not_see_the_future() -> None:
     torch.testing.assert_close(*outs, rtol=0, atol=1e-5)
 
 
-def test_starts_as_the_base_model() -> None:
-    """Low-rank updates, slots, P and Q start at zero: slots differ in position alone."""
+def test_the_random_parameters_change_nothing_at_the_start() -> None:
+    """P and the B of each update start at zero, so training starts at the base model's states."""
     backbone = tiny_backbone()
     config = DraftConfig(2, 1, (0,), 3, 6.0, base_shape(backbone))
     torch.manual_seed(0)
@@ -208,7 +208,9 @@ class Twin:
         inner = gate * torch.sigmoid(gate) * (h @ self._matrix(index, "up", draft).T)
         return x + inner @ self._matrix(index, "down", draft).T, new
 
-    def loss(self, tokens: list[int], anchor: int, count: int, decay: float) -> tuple[Tensor, float]:
+    def loss(
+        self, tokens: list[int], anchor: int, count: int, decay: float
+    ) -> tuple[Tensor, float]:
         """Return (sum of weighted losses, sum of weights) of one anchor."""
         embedding, one = self.w["model.embed_tokens.weight"], torch.ones(())
         clean, _ = self.layer(0, embedding[tokens[:anchor]], 0, [], draft=False)
