@@ -198,7 +198,7 @@ def with_eos(backbone: NativeBackbone, *eos_token_ids: int) -> NativeBackbone:
 def random_adapter(
     backbone: NativeBackbone, num_draft_tokens: int = 7, seed: int = 0
 ) -> DiffusionAdapter:
-    """Return an untrained diffusion adapter: its drafts are noise, which a verifier must survive."""
+    """Return an untrained diffusion adapter: its drafts are noise that a verifier must survive."""
     spec, generator = backbone.spec, torch.Generator().manual_seed(seed)
     config = DraftConfig(num_draft_tokens, 1, (0, spec.num_layers - 1), 2, 4, base_shape(backbone))
     width, heads = spec.hidden_size, spec.num_heads * spec.head_dim
@@ -380,7 +380,7 @@ def decoder(backbone: Any, drafter: Any = "ngram", **kwargs: Any) -> HybridDecod
 def text_decoder(
     answer: str | Sequence[int], drafter: Any = "ngram", **kwargs: Any
 ) -> HybridDecoder:
-    """Return a decoder with the byte tokenizer whose target answers the prompt "?" with `answer`."""
+    """Return a decoder of bytes whose target answers the prompt "?" with `answer`."""
     ids = BYTES.encode(answer) if isinstance(answer, str) else list(answer)
     target = ScriptedTarget([*ids, EOS], 1, **kwargs)
     return HybridDecoder(target, BYTES, drafter=drafter)

@@ -1,6 +1,6 @@
 """Slow plain greedy decoding, the oracle that tests compare every strategy with.
 
-Each token runs the whole sequence from scratch: no committed cache, no draft, no stop rules but EOS.
+Each token runs the whole sequence afresh: nothing cached, nothing drafted, no stop rule but EOS.
 Next: hybrid/decode/step.py.
 """
 

@@ -1,4 +1,4 @@
-"""What every drafter promises (hybrid/protocols.py): the registered ones, and the fakes of the tests."""
+"""What every drafter promises (hybrid/protocols.py): the registered ones and the fakes."""
 
 from __future__ import annotations
 

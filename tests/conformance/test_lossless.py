@@ -1,4 +1,4 @@
-"""Speculative output is the target's own: token for token when greedy, in distribution when sampled."""
+"""Speculative output is the target's own: same tokens when greedy, same law when sampled."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from fakes import (
 )
 
 from hybrid import registry
+from hybrid.attention.pattern import causal
 from hybrid.decode.loop import run
 from hybrid.decode.reference import reference_greedy, reference_logits
 from hybrid.params import SamplingParams
+from hybrid.types import Write
 
 NEW = 15
 PROMPTS = random_prompts(9, 1)
@@ -137,8 +139,7 @@ def test_committed_cache_equals_a_fresh_prefill_after_every_step(family, drafter
             length = engine.cache.lengths[row.row]
             assert length == row.cached_len
             fresh = backbone.new_cache(1, length)
-            inputs = torch.tensor([row.tokens[:length]])
-            from_scratch(backbone, inputs, fresh)
+            forward(backbone, [row.tokens[:length]], fresh, [0], write=Write.COMMIT)
             ours = engine.cache.data[:, :, row.row, :, :length]
             torch.testing.assert_close(ours, fresh.data[:, :, 0], rtol=0, atol=1e-5)
         assert record.rows
@@ -146,13 +147,12 @@ def test_committed_cache_equals_a_fresh_prefill_after_every_step(family, drafter
     assert engine.cache.lengths == [0] * len(PROMPTS)
 
 
-def from_scratch(backbone, inputs, cache):
-    from hybrid.attention.pattern import causal
-    from hybrid.types import Write
-
-    num_tokens = inputs.shape[1]
-    positions = torch.arange(num_tokens)[None]
-    backbone.forward(inputs, positions, causal([0], num_tokens), cache, [0], write=Write.COMMIT)
+def forward(backbone, inputs, cache, rows, **kwargs):
+    """A causal pass that continues `rows`."""
+    starts, num_tokens = [cache.lengths[row] for row in rows], len(inputs[0])
+    positions = torch.tensor(starts)[:, None] + torch.arange(num_tokens)
+    pattern = causal(starts, num_tokens)
+    return backbone.forward(torch.tensor(inputs), positions, pattern, cache, rows, **kwargs)
 
 
 # Sampling
@@ -271,3 +271,24 @@ def test_no_seed_is_a_fresh_seed():
         model.generate(PROMPTS[0], temperature=1.5, max_new_tokens=12).token_ids for _ in range(4)
     }
     assert len(runs) > 1
+
+
+def logits_of_a_step(backbone, prompts, inputs):
+    """Prefill each row by itself, then run one pass of all rows; [B, T, V]."""
+    cache = backbone.new_cache(len(prompts), 64)
+    for row, prompt in enumerate(prompts):
+        forward(backbone, [prompt], cache, [row], write=Write.COMMIT)
+    return forward(backbone, inputs, cache, range(len(prompts))).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bits_of_a_row_do_not_depend_on_the_batch_or_its_padding(dtype):
+    """Widths from 2 on: a float32 product of one row alone uses another routine of the library."""
+    backbone = tiny_backbone("llama", dtype)
+    prompts = random_prompts(5, 9, 33, 2)
+    for width in (2, 5, 9):
+        inputs = random_prompts(*[9] * len(prompts), seed=width)
+        together = logits_of_a_step(backbone, prompts, inputs)
+        for row, prompt in enumerate(prompts):
+            alone = logits_of_a_step(backbone, [prompt], [inputs[row][:width]])
+            assert torch.equal(alone[0], together[row, :width])

@@ -1,4 +1,4 @@
-"""A drafter that raises or proposes nonsense: one warning, and the answer as if it were not there."""
+"""A drafter that raises or proposes nonsense: one warning, and the answer as if without it."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def test_only_the_failing_steps_are_without_a_draft():
 
 
 def test_a_sampled_answer_survives_a_raising_drafter():
+    drafter = RaisingDrafter(RuntimeError(), SkewedDrafter(VOCAB), every=2)
     with pytest.warns(DrafterWarning):
-        drafter = RaisingDrafter(RuntimeError(), SkewedDrafter(VOCAB), every=2)
         first = run_it(drafter, temperature=1.0, seed=5)
     assert all(len(tokens) == 9 for tokens in first)
 

@@ -25,7 +25,7 @@ def stream_pieces(tokens, stop=(), decode=BYTES.decode):
 
 
 def first_stop(text, stop):
-    """Where the text ends by reading it letter by letter: the stop string that is complete first."""
+    """Read letter by letter: the text ends before the stop string that is complete first."""
     for end in range(len(text) + 1):
         starts = [end - len(s) for s in stop if text[:end].endswith(s)]
         if starts:

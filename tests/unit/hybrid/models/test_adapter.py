@@ -26,6 +26,7 @@ from hybrid.models.adapter import (
 from hybrid.models.checkpoint import open_checkpoint
 from hybrid.models.families import spec_from_config
 from hybrid.models.loading import load_model
+from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 from hybrid.protocols import Entry
 from hybrid.training.draft_model import DraftModel
@@ -90,7 +91,7 @@ def test_ar_logits_and_cache_are_the_base_models_bit_for_bit(
 
 
 @pytest.mark.default_model
-@pytest.mark.parametrize("precision", ["int4", "float32"])
+@pytest.mark.parametrize("precision", ["int4", "bfloat16", "float32"])
 def test_gating_on_the_default_model(
     default_model: Callable[[str], Path], precision: str
 ) -> None:
@@ -274,23 +275,18 @@ def test_says_which_tensor_is_missing() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_projection_shapes_are_the_checkpoints(tmp_path: Path, family: str) -> None:
-    from hybrid.models.tiny import tiny_checkpoint
-
     kind, fields = FAMILIES[family]
     checkpoint = open_checkpoint(tiny_checkpoint(tmp_path, kind, tokenizer=False, **fields))
     for name, shape in projection_shapes(spec_from_config(checkpoint.config)).items():
-        (stored,) = [n for n in checkpoint.tensors if f"layers.1.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}.weight" in n]  # fmt: skip
-        assert tuple(checkpoint.tensors[stored].shape) == shape[::-1]
+        block = "self_attn" if name[0] in "qkvo" else "mlp"
+        stored = checkpoint.tensors[f"model.layers.1.{block}.{name}.weight"]
+        assert tuple(stored.shape) == shape[::-1]
 
 
-def test_loads_into_the_default_precisions(tmp_path: Path) -> None:
-    """One folder serves every precision of its model."""
+def test_one_folder_serves_every_precision(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, tiny_backbone())
     for dtype in (torch.float32, torch.bfloat16):
         adapter = load_adapter(tiny_backbone("llama", dtype), folder)
         assert adapter.slots.dtype == adapter.layers[1].input_norm.dtype == dtype
-    assert adapter.nbytes == sum(
-        t.numel() * 2 for t in DraftModel(
-            tiny_backbone(), adapter.config
-        ).adapter_tensors().values()
-    )  # fmt: skip
+    tensors = DraftModel(tiny_backbone(), adapter.config).adapter_tensors()
+    assert adapter.nbytes == 2 * sum(t.numel() for t in tensors.values()), "bfloat16 on disk"

@@ -73,7 +73,7 @@ def test_the_adaptive_router_takes_the_faster_side(speeds, winner):
     plans, _ = simulate(AdaptiveRouter(5), GREEDY, lambda m, s: speeds[m], 400, noise=0.3)
     assert share(plans[16:], winner) > 0.9
     loser = Mode.AR if winner is Mode.SPECULATIVE else Mode.SPECULATIVE
-    assert 0 < share(plans[100:], loser), "the loser is tried again"
+    assert share(plans[100:], loser) > 0, "the loser is tried again"
     assert {p.num_draft_tokens for p in plans if p.mode is Mode.SPECULATIVE} == {5}
     assert {p.num_draft_tokens for p in plans if p.mode is Mode.AR} == {0}
 
