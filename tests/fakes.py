@@ -12,6 +12,33 @@ from functools import cache
 from typing import Any
 
 import torch
+from fake_drafters import (
+    FakeDrafter as FakeDrafter,
+)
+from fake_drafters import (
+    GarbageDrafter as GarbageDrafter,
+)
+from fake_drafters import (
+    Oracle as Oracle,
+)
+from fake_drafters import (
+    RaisingDrafter as RaisingDrafter,
+)
+from fake_drafters import (
+    SkewedDrafter as SkewedDrafter,
+)
+from fake_drafters import (
+    UniformDrafter as UniformDrafter,
+)
+from fake_drafters import (
+    always_right as always_right,
+)
+from fake_drafters import (
+    always_wrong as always_wrong,
+)
+from fake_drafters import (
+    sometimes_wrong as sometimes_wrong,
+)
 from torch import Tensor
 
 from hybrid.attention.pattern import AttentionPattern
@@ -32,10 +59,10 @@ from hybrid.models.tiny import byte_tokenizer, tiny_checkpoint
 from hybrid.models.tokenizer import Tokenizer
 from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
-from hybrid.protocols import Drafter, DraftState, ForwardOutput
+from hybrid.protocols import ForwardOutput
 from hybrid.registry import load
 from hybrid.router.fixed import FixedRouter
-from hybrid.types import Plan, Proposal, SequenceState, StepRecord, Write
+from hybrid.types import SequenceState, Write
 
 BYTES = Tokenizer(byte_tokenizer())
 BYTE_VOCAB = BYTES.vocab_size
@@ -222,149 +249,6 @@ def random_adapter(
                 shapes[f"{prefix}.lora_B.weight"] = (sizes[name][1], config.rank)
     tensors = {n: torch.randn(s, generator=generator) * 0.3 for n, s in shapes.items()}
     return DiffusionAdapter(backbone, config, tensors)
-
-
-# Drafters
-
-
-class FakeDrafter:
-    """Proposes `guess(row, k)` for each row: a point mass."""
-
-    name = "fake"
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, max_draft_tokens: int = 4) -> None:
-        self.max_draft_tokens = max_draft_tokens
-        self.observed: list[StepRecord] = []
-        self.num_resets = self.num_drafts = 0
-
-    def guess(self, row: SequenceState, count: int) -> list[int]:
-        raise NotImplementedError
-
-    def draft(self, state: DraftState, plan: Plan) -> Proposal:
-        self.num_drafts += 1
-        drafts = [self.guess(row, plan.num_draft_tokens) for row in state.rows]
-        width = max(map(len, drafts))
-        # Padding that no backbone could embed: it must not matter.
-        tokens = torch.tensor([d + [-7] * (width - len(d)) for d in drafts], dtype=torch.long)
-        return Proposal(tokens.view(len(drafts), width), tuple(map(len, drafts)))
-
-    def observe(self, record: StepRecord) -> None:
-        self.observed.append(record)
-
-    def reset(self) -> None:
-        self.num_resets += 1
-
-
-class Oracle(FakeDrafter):
-    """Knows whole sequences (prompt and answer); right except where `wrong(index)` says so."""
-
-    name = "oracle"
-    vocab_size = 64
-
-    def __init__(
-        self,
-        sequences: Sequence[Sequence[int]],
-        max_draft_tokens: int,
-        wrong: Callable[[int], bool] = lambda index: False,
-        *,
-        is_ragged: bool = False,
-    ) -> None:
-        super().__init__(max_draft_tokens)
-        self.sequences, self.wrong, self.is_ragged = sequences, wrong, is_ragged
-
-    def guess(self, row: SequenceState, count: int) -> list[int]:
-        at = len(row.tokens)
-        known = next((s for s in self.sequences if list(s[:at]) == row.tokens), [])
-        if self.is_ragged:
-            count = (7 * at) % (count + 1)
-        truth = (list(known[at:]) + [0] * count)[:count]
-        return [(t + self.wrong(at + i)) % self.vocab_size for i, t in enumerate(truth)]
-
-
-def always_right(sequences: Sequence[Sequence[int]], count: int) -> Oracle:
-    return Oracle(sequences, count)
-
-
-def always_wrong(sequences: Sequence[Sequence[int]], count: int) -> Oracle:
-    return Oracle(sequences, count, lambda index: True)
-
-
-def sometimes_wrong(sequences: Sequence[Sequence[int]], count: int) -> Oracle:
-    """Wrong at every third position, with a different number of tokens each time, at times none."""
-    return Oracle(sequences, count, lambda index: index % 3 == 0, is_ragged=True)
-
-
-class UniformDrafter(FakeDrafter):
-    """Draws each token uniformly with the row's generator and reports that law."""
-
-    name = "uniform"
-
-    def __init__(self, vocab_size: int, max_draft_tokens: int = 3) -> None:
-        super().__init__(max_draft_tokens)
-        self.vocab_size = vocab_size
-
-    def draft(self, state: DraftState, plan: Plan) -> Proposal:
-        batch, width = len(state.rows), plan.num_draft_tokens
-        rows = [
-            torch.randint(self.vocab_size, (width,), generator=row.generator) for row in state.rows
-        ]
-        laws = torch.full((batch, width, self.vocab_size), 1 / self.vocab_size)
-        return Proposal(torch.stack(rows), (width,) * batch, draft_probs=laws)
-
-
-class SkewedDrafter(FakeDrafter):
-    """Draws from a random law of the last token, far from the target's; each row by itself."""
-
-    name = "skewed"
-
-    def __init__(self, vocab_size: int, max_draft_tokens: int = 3) -> None:
-        super().__init__(max_draft_tokens)
-        generator = torch.Generator().manual_seed(99)
-        logits = 2 * torch.randn(vocab_size, vocab_size, generator=generator)
-        self.laws = torch.softmax(logits, dim=-1)
-
-    def draft(self, state: DraftState, plan: Plan) -> Proposal:
-        tokens, laws = [], []
-        for row in state.rows:
-            last, own = row.anchor, []
-            for _ in range(plan.num_draft_tokens):
-                laws.append(self.laws[last])
-                last = int(torch.multinomial(laws[-1], 1, generator=row.generator))
-                own.append(last)
-            tokens.append(own)
-        batch, width = len(tokens), plan.num_draft_tokens
-        probs = torch.stack(laws).view(batch, width, -1)
-        return Proposal(torch.tensor(tokens), (width,) * batch, draft_probs=probs)
-
-
-class RaisingDrafter(FakeDrafter):
-    """Raises `error` in every step, or hands over to `inner` in all but each `every`th."""
-
-    name = "raising"
-
-    def __init__(self, error: BaseException, inner: Drafter | None = None, every: int = 1) -> None:
-        super().__init__(4 if inner is None else inner.max_draft_tokens)
-        self.error, self.inner, self.every = error, inner, every
-
-    def draft(self, state: DraftState, plan: Plan) -> Proposal:
-        self.num_drafts += 1
-        if self.inner is None or self.num_drafts % self.every == 0:
-            raise self.error
-        return self.inner.draft(state, plan)
-
-
-class GarbageDrafter(FakeDrafter):
-    """Returns whatever `make(batch, k)` returns."""
-
-    name = "garbage"
-
-    def __init__(self, make: Callable[[int, int], Any]) -> None:
-        super().__init__(4)
-        self.make = make
-
-    def draft(self, state: DraftState, plan: Plan) -> Proposal:
-        return self.make(len(state.rows), plan.num_draft_tokens)
 
 
 # Putting it together

@@ -11,6 +11,7 @@ import typer
 
 from hybrid.cli import options
 from hybrid.cli.options import ModelOptions, SamplingOptions
+from hybrid.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybrid.types import GenerationResult
@@ -52,6 +53,8 @@ def generate(
         raise typer.BadParameter("--system needs a chat; leave out --raw.")
     params = sampling.to_params()
     text = options.read_text(prompt)
+    if not text.strip():
+        raise ConfigError("prompt: got an empty prompt, expected text. Give it, or pipe it to -.")
     decoder = options.load_decoder(model)
     is_chat = chat
     if is_chat is None:

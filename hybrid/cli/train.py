@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,11 +161,10 @@ def _parse_setting(text: str) -> tuple[str, Any]:
     name, sign, value = text.partition("=")
     if not sign or not name:
         raise ConfigError(f"--set: got {text!r}, expected KEY=VALUE, as in --set rank=16.")
-    for literal in (value, f"[{value}]"):  # a number, true, [1, 2]; or 1,2
-        try:
+    literals = [value, f"[{value}]"] if "," in value else [value]  # 1,2 means [1, 2]
+    for literal in literals:
+        with suppress(json.JSONDecodeError):
             return name, json.loads(literal)
-        except json.JSONDecodeError:
-            continue
     return name, value
 
 
@@ -174,7 +174,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         if path.suffix.lower() == ".json":
             values = json.loads(text)
         else:
-            import yaml
+            import yaml  # type: ignore[import-untyped]
 
             values = yaml.safe_load(text)
     except ImportError as error:

@@ -161,7 +161,9 @@ class DiffusionAdapter:
         self.mask = self._take("mask", width)  # the embedding of a masked slot
         self.project = DenseLinear(self._take("project", width, 2 * width))  # P
         num_features = len(config.feature_layers)
-        self.features = DenseLinear(self._take("features", width, num_features * width))  # Q
+        features = self._take("features", width, num_features * width)
+        # Exact: the draft of a row must not depend on how many rows there are.
+        self.features = DenseLinear(features, exact=True)  # Q
         self.nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
         del self._tensors
 
@@ -184,7 +186,7 @@ class DiffusionAdapter:
             prefix, (inputs, outputs) = f"{PEFT_PREFIX}.{index}.{block}.{name}", shapes[name]
             a.append(self._take(f"{prefix}.lora_A.weight", rank, inputs))
             b.append(self._take(f"{prefix}.lora_B.weight", outputs, rank) * scale)
-        return LoraLinear(base, torch.cat(a), torch.block_diag(*b))
+        return LoraLinear(base, torch.cat(a), torch.block_diag(*b))  # type: ignore[no-untyped-call]
 
     def _wrap(self, index: int, layer: Layer) -> Layer:
         return replace(
@@ -221,10 +223,7 @@ class DiffusionAdapter:
         own = torch.where(is_masked[:, None], self.mask, anchor[:, None]) + slots  # [B, K'+1, C]
         seen = unit_norm(anchor)[:, None].expand_as(own)
         features = torch.cat([unit_norm(hidden[n]) for n in self.config.feature_layers], dim=-1)
-        # Twice: one float32 row alone takes another path of the matrix library than several, and
-        # a row's draft must not depend on the size of the batch.
-        features = self.features(features.repeat(2, 1))[: len(anchors)]
-        base = hidden[self.config.entry_layer - 1] + features
+        base = hidden[self.config.entry_layer - 1] + self.features(features)
         joined = torch.cat([seen, own], dim=-1)
         return base[:, None] + slots + self.project(joined.flatten(0, 1)).view_as(own)
 

@@ -261,7 +261,9 @@ class _SafetensorsFolder(Mapping[str, Weight]):
 
     def _load(self, part: str) -> Tensor:
         if part not in self._parts:
-            raise CheckpointError(f"Weight in blocks without its part {part!r}: pull the model again.")
+            raise CheckpointError(
+                f"Weight in blocks without its part {part!r}: pull the model again."
+            )
         tensor: Tensor = self._parts[part].get_tensor(part)
         return tensor
 

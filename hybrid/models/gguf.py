@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hybrid.errors import CheckpointError
 from hybrid.models.checkpoint import INT4_GROUP, Checkpoint, Int4Blocks, Int8Blocks, Weight
@@ -261,9 +260,10 @@ class _GGUFTensors(Mapping[str, Weight]):
         heads = self._heads.get(module, 0)
         if heads:
             data = data[_undo_permutation(data.shape[0], heads)]
-        decode = _BLOCKS.get(tensor.tensor_type.name) if self._keep_blocks else None
-        if decode is not None:
-            return decode(data)
+        if self._keep_blocks and tensor.tensor_type.name == "Q4_1":
+            return _q4_1_blocks(data)
+        if self._keep_blocks and tensor.tensor_type.name == "Q8_0":
+            return _q8_0_blocks(data)
         from gguf.quants import dequantize
 
         try:
@@ -343,6 +343,3 @@ def _q8_0_blocks(data: np.ndarray) -> Int8Blocks:
         quants=torch.from_numpy(quants.reshape(rows, blocks.shape[1] * INT4_GROUP)),
         d=torch.from_numpy(scales[..., 0].copy()),
     )
-
-
-_BLOCKS = {"Q4_1": _q4_1_blocks, "Q8_0": _q8_0_blocks}

@@ -40,9 +40,7 @@ class Linear:
 class DenseLinear(Linear):
     """Weight [O, I] in the activations' dtype."""
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
         """Hold `weight` [O, I] and `bias` [O].
 
         Args:
@@ -85,7 +83,7 @@ class PackedLinear(Linear):
 
     def __init__(
         self,
-        blocks: Sequence[Int4Blocks] | Sequence[Int8Blocks],
+        blocks: Sequence[Int4Blocks | Int8Blocks],
         bias: Tensor | None = None,
     ) -> None:
         """Pack `blocks`, all of one kind, stacked along the output."""
@@ -103,7 +101,8 @@ class PackedLinear(Linear):
         """Return [N, O] for x [N, I] in bfloat16."""
         if self._repeats:
             x = torch.cat([x, x], dim=-1)
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, INT4_GROUP, self._scales)
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        y: Tensor = multiply(x, self._packed, INT4_GROUP, self._scales)
         return y if self.bias is None else y.add_(self.bias)
 
     @property

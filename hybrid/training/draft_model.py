@@ -92,6 +92,7 @@ class DraftModel(nn.Module):
         bases = self.backbone.layers[self.config.entry_layer :]
         masks = {w: self._masks(context, positions, w) for w in {base.window for base in bases}}
         for layer, base, key_value in zip(self.layers, bases, context.key_value, strict=True):
+            assert isinstance(layer, DraftLayer)
             x = self._layer(layer, base, x, key_value, rotation, masks[base.window])
         x = self._rms_norm(x, self.norm).view(len(anchors), count, -1)
         # Flat rows: a product with a strided batch would copy the whole head.
@@ -153,7 +154,8 @@ class DraftModel(nn.Module):
     ) -> Tensor:
         s = self.backbone.spec
         qkv = qkv.view(len(qkv), -1, s.head_dim)
-        q, k, v = qkv.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
+        sizes = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
+        q, k, v = torch.split(qkv, sizes, dim=1)
         if base.q_norm is not None and base.k_norm is not None:
             q, k = self._rms_norm(q, base.q_norm), self._rms_norm(k, base.k_norm)
         q, k = _rotate(q, rotation), _rotate(k, rotation)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from hybrid.models.adapter import ATTENTION, MLP, PEFT_PREFIX, DraftConfig
@@ -62,7 +62,8 @@ def save_adapter(
 
 def _replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with replacing(path) as part:
-        save_file(dict(tensors), part)
+        # Not save_file: its files are readable by their owner alone.
+        part.write_bytes(save(dict(tensors)))
 
 
 def base_name(model: str) -> str:

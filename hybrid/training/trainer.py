@@ -132,8 +132,9 @@ def _prepare(config: SelfDiffusionConfig) -> Run:
         lora_alpha=config.lora_alpha,
         base=base_shape(backbone),
     )
-    torch.manual_seed(config.seed)
-    model = DraftModel(backbone, draft_config).to(backbone.device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = DraftModel(backbone, draft_config).to(backbone.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )

@@ -17,7 +17,7 @@ from hybrid.protocols import DraftState
 from hybrid.sampling import process_logits
 from hybrid.types import Mode, Plan, Proposal
 
-K, SEED = 7, 0
+K, SEED = 7, 17  # an adapter that drafts several different tokens
 
 
 def prepared(
@@ -37,7 +37,7 @@ def propose(drafter: SelfDiffusionDrafter, state: DraftState, count: int = K) ->
 
 
 def raw_logits(prompt: list[int]) -> Tensor:
-    """Return the logits [K, V] of the draft behind `prompt` and the greedy token after it."""
+    """Return the logits [K, V] of the draft behind `prompt` and its greedy next token."""
     base = tiny_backbone()
     twin: Any = object.__new__(NativeBackbone)
     twin.__dict__.update(base.__dict__)

@@ -119,6 +119,13 @@ def test_padding_may_hold_anything(fill, fields):
         assert got == run_it("none", "rejection", **fields)
 
 
+def test_short_integers_are_ids_too():
+    drafter = GarbageDrafter(lambda b, k: Proposal(table(b, k, 1, torch.int32), (k,) * b))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_it(drafter) == run_it("none")
+
+
 def test_a_raising_drafter_warns_once_and_changes_nothing():
     drafter = RaisingDrafter(ValueError("broken on purpose"))
     with warnings.catch_warnings(record=True) as caught:

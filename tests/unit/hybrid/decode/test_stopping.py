@@ -172,6 +172,14 @@ def test_a_stop_string_at_the_limit_is_a_stop():
     assert stop_rule.take_pieces() == ["a", "", ""]
 
 
+def test_the_end_may_release_a_stop_string():
+    """U+FFFD looks like half of a character until the row ends."""
+    tokens = BYTES.encode("ax\ufffd")
+    stop_rule = rule(BYTES.decode, max_new_tokens=len(tokens), stop="x\ufffd")
+    assert reasons(stop_rule, tokens)[-1] == "stop"
+    assert "".join(stop_rule.take_pieces()) == "a"
+
+
 def test_text_held_back_comes_with_the_last_token():
     tokens = BYTES.encode("aX")
     stop_rule = rule(BYTES.decode, max_new_tokens=2, stop="XY")

@@ -92,9 +92,7 @@ def test_ar_logits_and_cache_are_the_base_models_bit_for_bit(
 
 @pytest.mark.default_model
 @pytest.mark.parametrize("precision", ["int4", "bfloat16", "float32"])
-def test_gating_on_the_default_model(
-    default_model: Callable[[str], Path], precision: str
-) -> None:
+def test_gating_on_the_default_model(default_model: Callable[[str], Path], precision: str) -> None:
     backbone = load_model(str(default_model(precision)), dtype=precision).backbone
     assert isinstance(backbone, NativeBackbone)
     assert_gated(backbone, [1, 9690, 198, 2683, 359, 253])
@@ -153,7 +151,7 @@ def test_draft_input_is_the_formula() -> None:
 
 
 def test_any_id_may_stand_in_a_prompt() -> None:
-    """The mask is a property of the slot; every id, the vocabulary's mask id too, is a plain token."""
+    """The mask is a property of the slot: the vocabulary's mask id is a token like any other."""
     base = tiny_backbone()
     backbone: NativeBackbone = object.__new__(NativeBackbone)
     backbone.__dict__.update(base.__dict__)

@@ -99,4 +99,6 @@ def test_a_recorded_history_replays_to_the_same_plans():
 def test_sampled_rows_always_draft_the_same_number():
     plans, _ = simulate(AdaptiveRouter(5), SAMPLED, lambda m, s: SLOW_DRAFT[m], 50)
     assert set(plans) == {Plan(Mode.SPECULATIVE, 5)}
-    assert AdaptiveRouter(5).plan([*GREEDY, *SAMPLED], []) == Plan(Mode.SPECULATIVE, 5)
+    slow = [record(mode, *SLOW_DRAFT[mode]) for mode in (Mode.SPECULATIVE, Mode.AR) * 8]
+    assert AdaptiveRouter(5).plan(GREEDY, slow).mode is Mode.AR
+    assert AdaptiveRouter(5).plan([*GREEDY, *SAMPLED], slow) == Plan(Mode.SPECULATIVE, 5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FAMILIES, make_engine, tiny_backbone
+from fakes import FAMILIES, make_engine, random_adapter, tiny_backbone
 from torch import Tensor
 
 from hybrid.decode.loop import prefill
@@ -27,12 +27,13 @@ from hybrid.training.draft_model import DraftModel
 from hybrid.training.trainer import draft_loss
 from hybrid.types import Mode, Plan
 
+YARN = (("rope_type", "yarn"), ("factor", 4.0), ("rope_theta", 1e4))
 BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in FAMILIES},
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
-    "llama-yarn": ("llama", {"rope": (("rope_type", "yarn"), ("factor", 4.0), ("rope_theta", 1e4))}),
-}  # fmt: skip
+    "llama-yarn": ("llama", {"rope": YARN}),
+}
 
 
 def draft_model(backbone: NativeBackbone, num_draft_tokens: int = 4, seed: int = 0) -> DraftModel:
@@ -134,6 +135,15 @@ def test_refuses_layers_outside_the_model(change: dict[str, Any], match: str) ->
         DraftModel(backbone, DraftConfig(2, rank=2, lora_alpha=2, base={}, **fields))
 
 
+def test_refuses_weights_that_are_not_dense() -> None:
+    base = tiny_backbone()
+    packed: NativeBackbone = object.__new__(NativeBackbone)
+    packed.__dict__.update(base.__dict__)
+    packed.layers = random_adapter(base).layers  # wrapped: any layer that is not dense will do
+    with pytest.raises(ConfigError, match="packed 4-bit weights, expected dense ones"):
+        DraftModel(packed, DraftConfig(2, 1, (0,), 2, 2.0, {}))
+
+
 # The gradient against an independent float64 twin: two loops of attention, merged low-rank updates.
 
 
@@ -154,7 +164,7 @@ def _turn(x: Tensor, position: int) -> Tensor:
 
 
 class Twin:
-    """The draft pass of one anchor by the formulas of the paper trail, float64, loops everywhere."""
+    """The draft pass of one anchor, float64: formulas as written down, loops everywhere."""
 
     heads, groups, eps = 4, 2, 1e-6
 
@@ -262,7 +272,5 @@ def test_gradient_is_that_of_a_float64_twin(tmp_path: Path) -> None:
     for name, leaf in leaves.items():
         assert leaf.grad is not None
         assert leaf.grad.abs().max() > 0, name
-        size = leaf.grad.abs().max().item()
-        torch.testing.assert_close(
-            ours[name].double(), leaf.grad, rtol=1e-3, atol=1e-4 * size, msg=lambda m, n=name: f"{n}: {m}"
-        )  # fmt: skip
+        error = (ours[name] - leaf.grad).abs().max() / leaf.grad.abs().max()
+        assert error < 1e-4, name

@@ -1,4 +1,4 @@
-"""Adapter folders: stock PEFT reads them, they are small, and their card tells how they were made."""
+"""Adapter folders: stock PEFT reads them, they are small, their card says how they were made."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ import pytest
 import torch
 from fakes import tiny_backbone
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybrid.cli import train as cli_train
 from hybrid.errors import CheckpointError
-from hybrid.models.adapter import DiffusionAdapter, DraftConfig, LoraLinear, base_shape, load_adapter
+from hybrid.models.adapter import (
+    DiffusionAdapter,
+    DraftConfig,
+    LoraLinear,
+    base_shape,
+    load_adapter,
+)
 from hybrid.models.checkpoint import open_checkpoint
 from hybrid.models.families import spec_from_config
 from hybrid.models.spec import ModelSpec, RopeSpec
@@ -97,7 +102,11 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(adapter.project.weight, bound.project.weight)
     assert torch.equal(adapter.features.weight, bound.features.weight)
     assert torch.equal(adapter.layers[2].down.b.weight, bound.layers[2].down.b.weight)
-    assert not list((tmp_path / "adapter").glob("*.part"))
+    for file in (tmp_path / "adapter").iterdir():
+        assert file.suffix in {".json", ".safetensors"}
+        assert (
+            file.stat().st_mode & 0o777 == (tmp_path / "model/config.json").stat().st_mode & 0o777
+        )
 
 
 class _Shape:

@@ -32,14 +32,14 @@ def adapter_bytes(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in (folder / "adapter").iterdir() if p.suffix != ".md"}
 
 
-class Killed(Exception):
+class KilledError(Exception):
     pass
 
 
 def kill_at(step: int) -> Callable[[dict[str, Any]], None]:
     def report(row: dict[str, Any]) -> None:
         if row["step"] == step:
-            raise Killed
+            raise KilledError
 
     return report
 
@@ -51,7 +51,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 ) -> None:
     whole, cut = make_config("whole"), make_config("cut", keep_contexts=keep_contexts)
     train_self_diffusion(whole)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train_self_diffusion(cut, kill_at(step))
     assert not (cut.output / "adapter").exists()
     train_self_diffusion(cut)
@@ -74,6 +74,7 @@ train_self_diffusion(
 """
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume(make_config: Make) -> None:
     """A real SIGKILL at whatever the process is doing then."""
     whole, cut = make_config("whole", steps=60), make_config("cut", steps=60)
@@ -109,14 +110,18 @@ def test_ctrl_c_saves_the_step(make_config: Make) -> None:
 
 def test_a_finished_run_is_not_run_again(make_config: Make) -> None:
     config = make_config()
+    random_state = torch.get_rng_state()
     train_self_diffusion(config)
+    assert torch.equal(torch.get_rng_state(), random_state), (
+        "the caller's random state is left alone"
+    )
     before = adapter_bytes(config.output)
     train_self_diffusion(config, kill_at(10))
     assert adapter_bytes(config.output) == before
 
 
 def test_what_changes_nothing_may_change_between_two_starts(make_config: Make) -> None:
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train_self_diffusion(make_config(), kill_at(5))
     train_self_diffusion(make_config(eval_every=5, keep_contexts=True))
     whole = make_config("whole")
@@ -168,7 +173,7 @@ def test_refuses_a_damaged_checkpoint(make_config: Make, damage: str) -> None:
 
 def test_reads_a_checkpoint_from_before_newer_fields(make_config: Make) -> None:
     config = make_config()
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train_self_diffusion(config, kill_at(5))
     path = config.output / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
@@ -212,7 +217,7 @@ def test_an_output_that_is_a_file_is_refused(make_config: Make) -> None:
 
 def test_metrics_survive_a_line_that_was_cut(make_config: Make) -> None:
     config = make_config()
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train_self_diffusion(config, kill_at(4))
     with (config.output / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
@@ -255,7 +260,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
     make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, real = make_config(), trainer.draft_loss
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train_self_diffusion(config, kill_at(5))
     monkeypatch.setattr(trainer, "draft_loss", lambda *args: real(*args) * float("nan"))
     with pytest.raises(ConfigError, match="the loss is nan at step 5"):
