@@ -46,6 +46,8 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             hint = did_you_mean(where, cls.model_fields)
             parts.append(f"{cls.__name__} has no parameter {where!r}.{hint}")
+        elif item["type"] == "missing":
+            parts.append(f"{where}: got nothing, expected a value.")
         elif item["type"] == "value_error":
             parts.append(f"{where}: {item['ctx']['error']}")
         else:

@@ -8,7 +8,6 @@ the prefill and its token too.
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -114,7 +113,11 @@ def pooled_histogram(parts: Sequence[Stats]) -> list[int]:
 
 
 def peak_rss_mib() -> float:
-    """Return the most memory that this process has held so far, MiB."""
+    """Return the most memory that this process has held so far, MiB; 0 where nobody tells."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

@@ -36,8 +36,8 @@ def convert_gguf(
     Args:
         gguf: the file.
         folder: an empty folder.
-        precision: "int4" keeps Q4_1 and Q8_0 blocks as they are, the rest in bfloat16; "float32" and
-            "bfloat16" are dense and load in plain transformers.
+        precision: "int4" keeps Q4_1 and Q8_0 blocks as they are, the rest in bfloat16; "float32"
+            and "bfloat16" are dense and load in plain transformers.
         progress: called per tensor.
 
     Raises:
