@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybrid import registry
-from hybrid.decode.loop import PREFILL_CHUNK, run
+from hybrid.decode.loop import run
 from hybrid.decode.step import Engine
 from hybrid.decode.stopping import StopRule
 from hybrid.errors import CapacityError, ConfigError, did_you_mean
@@ -225,7 +225,7 @@ class HybridDecoder:
                 "expected at least 1."
             )
         width = 1 + self._make_drafter(self._drafter).max_draft_tokens
-        chunk = min(PREFILL_CHUNK, max_seq_len)
+        chunk = min(self.backbone.prefill_chunk, max_seq_len)
         itemsize = self.backbone.dtype.itemsize
         heads = getattr(getattr(self.backbone, "spec", None), "num_heads", 1)
         # The largest of what a pass holds besides weights and cache: logits in float32 for the
@@ -344,6 +344,11 @@ class HybridDecoder:
         if not isinstance(self._verifier, str):
             return self._verifier
         name = self._verifier
+        if name == "greedy" and not params.is_greedy:
+            raise ConfigError(
+                f"verifier 'greedy': got temperature {params.temperature}, expected 0. "
+                "Use verifier='rejection' or 'block' to sample, or leave it at 'auto'."
+            )
         if name == "auto":
             name = "greedy" if params.is_greedy else "rejection"
         return registry.load("verifier", name)()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from hybrid.attention.pattern import AttentionPattern
 
+PREFILL_CHUNK = 512
+
 LogitsFor = Literal["all", "last", "none"]
 
 
@@ -88,6 +90,8 @@ class Backbone(Protocol):
         hidden_size: C.
         num_layers: L.
         max_seq_len: the context window in tokens.
+        prefill_chunk: the most positions per prefill pass. A fixed size keeps a prompt's bits
+            independent of other rows and bounds the memory of its attention mask.
         eos_token_ids: ids that end an answer.
         mask_token_id: the vocabulary's mask id, None when it has none.
         logit_shift: 1 when row i predicts token i+1 (AR, Dream), 0 when it predicts token i.
@@ -97,6 +101,7 @@ class Backbone(Protocol):
     hidden_size: int
     num_layers: int
     max_seq_len: int
+    prefill_chunk: int
     eos_token_ids: tuple[int, ...]
     mask_token_id: int | None
     logit_shift: int

@@ -59,7 +59,7 @@ from hybrid.models.tiny import byte_tokenizer, tiny_checkpoint
 from hybrid.models.tokenizer import Tokenizer
 from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
-from hybrid.protocols import ForwardOutput
+from hybrid.protocols import PREFILL_CHUNK, ForwardOutput
 from hybrid.registry import load
 from hybrid.router.fixed import FixedRouter
 from hybrid.types import SequenceState, Write
@@ -103,7 +103,7 @@ class FakeTarget:
     """A backbone whose logits are `law(tokens so far)`. It checks what the loop asks of it."""
 
     num_layers, hidden_size, mask_token_id, logit_shift = 1, 1, None, 1
-    weight_nbytes = 0
+    weight_nbytes, prefill_chunk = 0, PREFILL_CHUNK
     device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(

@@ -17,10 +17,6 @@ from hybrid.decode.step import Engine, decode_step, judge, keep_taps
 from hybrid.protocols import ForwardOutput
 from hybrid.types import Mode, SequenceState, StepRecord, Write
 
-# Positions per prefill pass. A fixed size keeps a prompt's bits independent of the other rows and
-# bounds the memory of its attention mask.
-PREFILL_CHUNK = 512
-
 
 def run(engine: Engine, rows: list[SequenceState]) -> Generator[StepRecord, None, None]:
     """Generate for all rows; yield one record per step.
@@ -59,8 +55,9 @@ def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, t
     prompt = torch.tensor([row.tokens], device=engine.backbone.device)
     num_forwards = 0
     out = ForwardOutput(None)
-    for start in range(0, prompt.shape[1], PREFILL_CHUNK):
-        chunk = prompt[:, start : start + PREFILL_CHUNK]
+    size = engine.backbone.prefill_chunk
+    for start in range(0, prompt.shape[1], size):
+        chunk = prompt[:, start : start + size]
         is_last = start + chunk.shape[1] == prompt.shape[1]
         out = engine.backbone.forward(
             chunk,

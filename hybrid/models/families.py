@@ -128,6 +128,10 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
             f"num_key_value_heads: got {num_kv_heads}, expected a divisor of {num_heads} heads."
         )
     attention_bias = bool(config.get("attention_bias", False))
+    rope, context = parse_rope(config), _count(config, "max_position_embeddings")
+    if rope.kind == "dynamic":
+        # Here alone the config's number is the context before scaling.
+        context = int(context * rope.params["factor"])
     return ModelSpec(
         family=name,
         vocab_size=_count(config, "vocab_size"),
@@ -138,8 +142,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, num_heads),
         norm_eps=_norm_eps(config),
-        max_seq_len=_count(config, "max_position_embeddings"),
-        rope=parse_rope(config),
+        max_seq_len=context,
+        rope=rope,
         sliding_windows=_sliding_windows(config, family),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qk_norm=family.qk_norm,

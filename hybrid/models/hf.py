@@ -22,7 +22,7 @@ from hybrid.attention.pattern import AttentionPattern
 from hybrid.config import is_offline
 from hybrid.errors import CapacityError, CheckpointError, ConfigError
 from hybrid.models.families import token_ids
-from hybrid.protocols import Cache, Entry, ForwardOutput, LogitsFor
+from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput, LogitsFor
 from hybrid.types import Write
 
 # 5.24 calls it `cache`; before, most models said `past_key_values` and recurrent ones the last.
@@ -185,6 +185,7 @@ class HFBackbone:
         self._dynamic_ropes: list[Any] = [
             m for m in model.modules() if getattr(m, "rope_type", None) == "dynamic"
         ]
+        self.prefill_chunk = self.max_seq_len if self._dynamic_ropes else PREFILL_CHUNK
         holds_positions = all(map(_holds_positions, _row_cache(model.config).layers))
         self.supports_rollback = holds_positions and not self._dynamic_ropes
 
@@ -287,7 +288,9 @@ class HFBackbone:
         num_tokens, start = input_ids.shape[1], cache.lengths[row]
         kwargs: dict[str, Any] = {self._cache_name: cache.open(row, num_tokens)}
         if self._takes_positions:
+            # Another row's longer draft may pad this one beyond the table of learned positions.
             positions = torch.arange(start, start + num_tokens, device=self.device)
+            positions = positions.clamp(max=self.max_seq_len - 1)
             kwargs["position_ids"] = positions[None]
         for module in self._dynamic_ropes:  # they remember the longest pass, of whatever row
             module.max_seq_len_cached = module.original_max_seq_len

@@ -22,7 +22,7 @@ from hybrid.models.checkpoint import Weight
 from hybrid.models.linear import Linear, make_linear
 from hybrid.models.rope import Rope
 from hybrid.models.spec import ModelSpec
-from hybrid.protocols import Cache, Entry, ForwardOutput, LogitsFor
+from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput, LogitsFor
 from hybrid.types import Write
 
 
@@ -70,6 +70,9 @@ class NativeBackbone:
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_layers, self.max_seq_len = spec.num_layers, spec.max_seq_len
+        # Frequencies that follow the length of a pass must see the prompt whole.
+        is_dynamic = spec.rope.kind == "dynamic"
+        self.prefill_chunk = spec.max_seq_len if is_dynamic else PREFILL_CHUNK
         self.eos_token_ids, self.mask_token_id = spec.eos_token_ids, spec.mask_token_id
         self.logit_shift = spec.logit_shift
         take = _Weights(spec, weights, self.device, dtype, exact=exact)

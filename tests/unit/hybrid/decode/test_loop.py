@@ -15,7 +15,6 @@ from fakes import (
 )
 
 from hybrid import registry
-from hybrid.decode import loop
 from hybrid.decode.loop import run
 from hybrid.decode.reference import reference_greedy, reference_logits
 from hybrid.params import SamplingParams
@@ -47,8 +46,8 @@ def test_prefills_come_first_then_steps_of_all_rows():
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 13])
 def test_a_prompt_is_prefilled_in_chunks(monkeypatch, length):
-    monkeypatch.setattr(loop, "PREFILL_CHUNK", 4)
     backbone = tiny_backbone("mistral-window")
+    monkeypatch.setattr(backbone, "prefill_chunk", 4)
     (prompt,) = random_prompts(length)
     engine, rows = make_engine(backbone, none(), [prompt], PARAMS, num_draft_tokens=0)
     records, (answer,) = finish(engine, rows)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybrid import HybridDecoder
 from hybrid.attention.pattern import causal
 from hybrid.errors import CheckpointError
 from hybrid.models.checkpoint import open_checkpoint
@@ -18,6 +19,7 @@ from hybrid.models.families import FAMILIES, is_native, spec_from_config, why_no
 from hybrid.models.spec import RopeSpec
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
+from hybrid.protocols import PREFILL_CHUNK
 from hybrid.types import Write
 
 # 5.24 renamed the argument; this is the name that all supported versions take.
@@ -304,3 +306,20 @@ def test_ragged_rows_equal_their_solo_runs(case: str, tmp_path: Path) -> None:
     )
     assert output.logits is not None
     torch.testing.assert_close(output.logits, torch.stack(solo), rtol=0, atol=1e-5)
+
+
+def test_a_dynamic_prompt_longer_than_a_prefill_chunk_is_rotated_as_one(tmp_path: Path) -> None:
+    """Its frequencies follow the length of the whole prompt, beyond the trained context too."""
+    rope = {"rope_type": "dynamic", "factor": 16.0, "rope_theta": 10000.0}
+    tiny_checkpoint(tmp_path, "llama", rope=rope, max_position_embeddings=64, tokenizer=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    decoder = HybridDecoder.from_pretrained(tmp_path, dtype="float32")
+    assert decoder.backbone.max_seq_len == 1024
+    draw = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, 64, (1, PREFILL_CHUNK + 88), generator=draw)
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    for strategy in ("ar", "ngram"):
+        result = decoder.generate(
+            prompt[0].tolist(), max_new_tokens=8, ignore_eos=True, strategy=strategy
+        )
+        assert list(result.token_ids) == expected[0, prompt.shape[1] :].tolist(), strategy
