@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid.attention.pattern import bidirectional
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.protocols import Backbone, DraftState, Entry
-from hybrid.sampling import probs, process_logits, sample
+from hybrid.sampling import argmax, probs, process_logits, sample
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 
@@ -35,7 +35,7 @@ class SelfDiffusionDrafter:
         count = logits.shape[1]
         lengths = (count,) * len(rows)
         if all(r.sampling.is_greedy and not r.sampling.has_penalties for r in rows):
-            return Proposal(logits.argmax(dim=-1), lengths, num_forwards=1)
+            return Proposal(argmax(logits), lengths, num_forwards=1)
         drawn = [self._draw(row, logits[b]) for b, row in enumerate(rows)]
         tokens = torch.tensor([ids for ids, _ in drawn], device=logits.device)
         laws = torch.stack([law for _, law in drawn])

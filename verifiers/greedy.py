@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid.errors import ConfigError
+from hybrid.sampling import argmax
 from hybrid.types import Verdict
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def greedy_outcomes(target_logits: Tensor, proposal: Proposal) -> list[tuple[int
         target_logits: [B, K+1, V].
         proposal: [B, K] tokens.
     """
-    choices = target_logits.argmax(dim=-1)  # [B, K+1]
+    choices = argmax(target_logits)  # [B, K+1]
     both = torch.cat([choices, proposal.tokens.to(choices.device)], dim=1).tolist()  # host sync
     width = choices.shape[1]
     outcomes = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from fake_decoder import FakeDecoder
@@ -26,6 +27,8 @@ SCENARIOS = {
 }
 
 if __name__ == "__main__":
+    # A test run in the background of a shell inherits an ignored Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     decoder = SCENARIOS[sys.argv.pop(1)]()
     options.load_decoder = lambda _: decoder
     main.main()

@@ -127,5 +127,5 @@ def test_self_diffusion_needs_an_adapter():
 def test_the_greedy_verifier_cannot_sample():
     model = decoder(RandomTarget(16), verifier="greedy")
     assert model.generate([1], max_new_tokens=2).token_ids
-    with pytest.raises(ConfigError, match="Verifier 'greedy': got temperature 1.0, expected 0"):
-        model.generate([1], temperature=1.0)
+    with pytest.raises(ConfigError, match="verifier 'greedy': got temperature 1.0, expected 0"):
+        model.stream([1], temperature=1.0)  # at once, not at the first event
