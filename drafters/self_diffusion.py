@@ -63,6 +63,7 @@ class SelfDiffusionDrafter:
             bidirectional(starts, width),
             state.cache,
             [row.row for row in state.rows],
+            num_logits=width - 1,  # slot 0 holds the anchor; slot j predicts its own position
             entry=Entry(
                 self._adapter.config.entry_layer,
                 self._adapter.draft_input(anchors, state.hidden, is_masked),
@@ -70,8 +71,7 @@ class SelfDiffusionDrafter:
             ),
         )
         assert out.logits is not None
-        # Slot 0 holds the anchor; slot j predicts its own position's token.
-        return out.logits[:, 1:]
+        return out.logits
 
     def _draw(self, row: SequenceState, logits: Tensor) -> tuple[list[int], Tensor]:
         """Choose one row's tokens left to right, with the target's own transforms."""

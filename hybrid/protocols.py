@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hybrid.params import SamplingParams
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord, Verdict, Write
@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 
 PREFILL_CHUNK = 512
 
-LogitsFor = Literal["all", "last", "none"]
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """Result of one backbone pass.
 
     Attributes:
-        logits: [B, T, V] ("all"), [B, 1, V] ("last") or None ("none"), in the backbone's dtype.
+        logits: [B, n, V] of the last n tokens, in the backbone's dtype; None for n = 0.
         hidden: output of the layers asked for, {layer index: [B, T, C]}; the residual stream
             after that layer, before the final norm.
     """
@@ -130,7 +128,7 @@ class Backbone(Protocol):
         rows: Sequence[int],
         *,
         write: Write = Write.SCRATCH,
-        logits_for: LogitsFor = "all",
+        num_logits: int | None = None,
         taps: Sequence[int] = (),
         entry: Entry | None = None,
     ) -> ForwardOutput:
@@ -143,7 +141,7 @@ class Backbone(Protocol):
             cache: from `new_cache`; new K/V go to the scratch positions of each row.
             rows: cache row of each batch row.
             write: COMMIT also makes the new K/V part of the rows.
-            logits_for: which tokens get logits.
+            num_logits: how many of the last tokens get logits; None is all of them.
             taps: layers whose output is wanted.
             entry: begin at a later layer.
 

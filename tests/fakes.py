@@ -137,7 +137,7 @@ class FakeTarget:
         rows: Sequence[int],
         *,
         write: Write = Write.SCRATCH,
-        logits_for: str = "all",
+        num_logits: int | None = None,
         taps: Sequence[int] = (),
         entry: Any = None,
     ) -> ForwardOutput:
@@ -160,7 +160,9 @@ class FakeTarget:
             if write == Write.COMMIT:
                 cache.commit(row, num_tokens)
         hidden = {n: position_ids[..., None].float() for n in taps}
-        return ForwardOutput(logits[:, -1:] if logits_for == "last" else logits, hidden)
+        return ForwardOutput(
+            logits if num_logits is None else logits[:, logits.shape[1] - num_logits :], hidden
+        )
 
 
 class ScriptedTarget(FakeTarget):

@@ -118,7 +118,7 @@ class DecoderCandidate:
             backbone.new_cache(1, count),
             [0],
             write=Write.COMMIT,
-            logits_for="last",
+            num_logits=1,
         )
         assert out.logits is not None
         return out.logits[0, -1]

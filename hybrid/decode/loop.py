@@ -66,7 +66,7 @@ def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, t
             engine.cache,
             [row.row],
             write=Write.COMMIT,
-            logits_for="last" if is_last else "none",
+            num_logits=1 if is_last else 0,
             taps=engine.drafter.taps if is_last else (),
         )
         num_forwards += 1

@@ -22,7 +22,7 @@ from hybrid.attention.pattern import AttentionPattern
 from hybrid.config import is_offline
 from hybrid.errors import CapacityError, CheckpointError, ConfigError
 from hybrid.models.families import token_ids
-from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput, LogitsFor
+from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Write
 
 # 5.24 calls it `cache`; before, most models said `past_key_values` and recurrent ones the last.
@@ -246,7 +246,7 @@ class HFBackbone:
         rows: Sequence[int],
         *,
         write: Write = Write.SCRATCH,
-        logits_for: LogitsFor = "all",
+        num_logits: int | None = None,
         taps: Sequence[int] = (),
         entry: Entry | None = None,
     ) -> ForwardOutput:
@@ -273,17 +273,17 @@ class HFBackbone:
         logits, hidden = [], []
         with self._tapped(taps) as tapped:
             for index, row in enumerate(rows):
-                logits.append(self._run_row(input_ids[index : index + 1], cache, row, logits_for))
+                logits.append(self._run_row(input_ids[index : index + 1], cache, row, num_logits))
                 hidden.append(dict(tapped))
                 if write == Write.COMMIT:
                     cache.commit(row, num_tokens)
         return ForwardOutput(
-            None if logits_for == "none" else torch.cat(logits),
+            None if num_logits == 0 else torch.cat(logits),
             {layer: torch.cat([own[layer] for own in hidden]) for layer in taps},
         )
 
     def _run_row(
-        self, input_ids: Tensor, cache: HFCache, row: int, logits_for: LogitsFor
+        self, input_ids: Tensor, cache: HFCache, row: int, num_logits: int | None
     ) -> Tensor:
         num_tokens, start = input_ids.shape[1], cache.lengths[row]
         kwargs: dict[str, Any] = {self._cache_name: cache.open(row, num_tokens)}
@@ -295,7 +295,7 @@ class HFBackbone:
         for module in self._dynamic_ropes:  # they remember the longest pass, of whatever row
             module.max_seq_len_cached = module.original_max_seq_len
             module.inv_freq = module.original_inv_freq
-        num_logits = num_tokens if logits_for == "all" else 1
+        num_logits = num_tokens if num_logits is None else max(num_logits, 1)
         if self._takes_logits_to_keep:
             kwargs["logits_to_keep"] = num_logits
         output = self.model(input_ids=input_ids, use_cache=True, return_dict=True, **kwargs)

@@ -22,7 +22,7 @@ from hybrid.models.checkpoint import Weight
 from hybrid.models.linear import Linear, make_linear
 from hybrid.models.rope import Rope
 from hybrid.models.spec import ModelSpec
-from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput, LogitsFor
+from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Write
 
 
@@ -119,7 +119,7 @@ class NativeBackbone:
         rows: Sequence[int],
         *,
         write: Write = Write.SCRATCH,
-        logits_for: LogitsFor = "all",
+        num_logits: int | None = None,
         taps: Sequence[int] = (),
         entry: Entry | None = None,
     ) -> ForwardOutput:
@@ -144,7 +144,7 @@ class NativeBackbone:
             for row in rows:
                 cache.commit(row, num_tokens)
         norm = self.norm if adapter is None else adapter.norm
-        return ForwardOutput(self._logits(x, norm, batch, logits_for), hidden)
+        return ForwardOutput(self._logits(x, norm, batch, num_logits), hidden)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise the last dimension (arXiv:1910.07467) in the activations' dtype."""
@@ -155,11 +155,11 @@ class NativeBackbone:
         gate, up = layer.gate_up(self.rms_norm(x, layer.post_norm)).chunk(2, dim=-1)
         return x + layer.down(F.silu(gate).mul_(up))
 
-    def _logits(self, x: Tensor, norm: Tensor, batch: int, logits_for: LogitsFor) -> Tensor | None:
-        if logits_for == "none":
+    def _logits(self, x: Tensor, norm: Tensor, batch: int, num_logits: int | None) -> Tensor | None:
+        if num_logits == 0:
             return None
-        if logits_for == "last":
-            x = x.view(batch, -1, self.hidden_size)[:, -1]
+        if num_logits is not None:
+            x = x.view(batch, -1, self.hidden_size)[:, -num_logits:].flatten(0, 1)
         return self.head(self.rms_norm(x, norm)).view(batch, -1, self.vocab_size)
 
 

@@ -45,7 +45,7 @@ def target_context(
         cache,
         [0],
         write=Write.COMMIT,
-        logits_for="none",
+        num_logits=0,
         taps=config.taps,
     )
     # Tensors made in inference mode cannot take part in autograd; their clones can.

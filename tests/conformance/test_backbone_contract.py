@@ -219,17 +219,17 @@ def test_logits_for(case: Case) -> None:
     cache = case.backbone.new_cache(2, 40)
     tokens = TOKENS[:2, :7]
     every = case.logits(cache, tokens, (0, 1))
-    last = case.logits(cache, tokens, (0, 1), logits_for="last")
+    last = case.logits(cache, tokens, (0, 1), num_logits=1)
     assert every.shape == (2, 7, 64)
     assert last.shape == (2, 1, 64)
     torch.testing.assert_close(last, every[:, -1:], **CLOSE)
-    assert case.forward(cache, tokens, (0, 1), logits_for="none").logits is None
+    assert case.forward(cache, tokens, (0, 1), num_logits=0).logits is None
 
 
 def test_taps_are_the_residual_stream_after_a_layer(case: Case) -> None:
     cache = case.backbone.new_cache(2, 40)
     case.forward(cache, TOKENS[:2, :8], (0, 1), write=Write.COMMIT)
-    output = case.forward(cache, TOKENS[:2, 8:12], (0, 1), taps=(0, 2), logits_for="none")
+    output = case.forward(cache, TOKENS[:2, 8:12], (0, 1), taps=(0, 2), num_logits=0)
     assert set(output.hidden) == {0, 2}
     with torch.no_grad():
         states = case.reference(TOKENS[:2, :12], output_hidden_states=True).hidden_states

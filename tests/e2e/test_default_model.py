@@ -62,7 +62,7 @@ def test_packed_logits_have_the_same_bits_in_every_width(int4):
             cache,
             [0],
             write=Write.COMMIT,
-            logits_for="none",
+            num_logits=0,
         )
         rows = []
         for first in range(start, len(tokens) - width + 1, width):
