@@ -27,6 +27,7 @@ class SelfDiffusionDrafter:
         self._backbone, self._adapter = backbone, adapter
         self.taps = adapter.config.taps
         self.max_draft_tokens = adapter.config.num_draft_tokens
+        self.preferred_draft_tokens = adapter.config.preferred_draft_tokens or self.max_draft_tokens
 
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
         """Propose K tokens per row: argmax where the row is greedy, else a draw and its law."""
@@ -52,7 +53,7 @@ class SelfDiffusionDrafter:
         device, width = self._backbone.device, num_draft_tokens + 1
         anchors = torch.tensor([row.anchor for row in state.rows], device=device)
         is_masked = torch.arange(width, device=device) > 0
-        # Only now is the anchor's position the first uncached one.
+        # The anchor has no K/V yet: it stands at the first scratch position.
         starts = [row.cached_len for row in state.rows]
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(
             width, device=device

@@ -22,6 +22,7 @@ _LAZY = {
     "CapacityError": "hybrid.errors",
     "CheckpointError": "hybrid.errors",
     "ConfigError": "hybrid.errors",
+    "DrafterWarning": "hybrid.decode.fallback",
     "GenerationResult": "hybrid.types",
     "HybridDecoder": "hybrid.decoder",
     "HybridError": "hybrid.errors",
@@ -36,6 +37,7 @@ _LAZY = {
 __all__ = ["__version__", *_LAZY]
 
 if TYPE_CHECKING:
+    from hybrid.decode.fallback import DrafterWarning as DrafterWarning
     from hybrid.decoder import HybridDecoder as HybridDecoder
     from hybrid.errors import CapacityError as CapacityError
     from hybrid.errors import CheckpointError as CheckpointError

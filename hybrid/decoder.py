@@ -70,7 +70,8 @@ class HybridDecoder:
                 there is an adapter and n-gram lookup otherwise.
             verifier: a name or an object; "auto" is greedy for temperature 0, else rejection
                 sampling. Both are lossless.
-            num_draft_tokens: K; None is the drafter's own.
+            num_draft_tokens: K; None is the drafter's own (`preferred_draft_tokens` where it has
+                that, else `max_draft_tokens`).
             model_name: for reports.
 
         Raises:
@@ -88,7 +89,12 @@ class HybridDecoder:
             drafter = "self-diffusion" if adapter is not None else "ngram"
         self._drafter = drafter
         self._verifier = verifier
-        self._make_drafter(drafter)  # fails now rather than at the first request
+        most = self._make_drafter(drafter).max_draft_tokens  # fails now, not at the first request
+        if num_draft_tokens is not None and 0 < most < num_draft_tokens:
+            raise ConfigError(
+                f"num_draft_tokens: got {num_draft_tokens}, expected at most {most}, "
+                f"which is what drafter {self.drafter_name!r} can propose."
+            )
         if isinstance(verifier, str):
             if verifier != "auto":
                 registry.load("verifier", verifier)
@@ -318,8 +324,8 @@ class HybridDecoder:
         if strategy == "ar":
             return self._make_drafter("none"), FixedRouter(0)
         drafter = self._make_drafter("ngram" if strategy == "ngram" else self._drafter)
-        drafter.reset()
-        count = min(self._num_draft_tokens or drafter.max_draft_tokens, drafter.max_draft_tokens)
+        preferred: int = getattr(drafter, "preferred_draft_tokens", drafter.max_draft_tokens)
+        count = self._num_draft_tokens or preferred
         return drafter, AdaptiveRouter(count) if strategy == "auto" else FixedRouter(count)
 
     def _make_drafter(self, drafter: str | Drafter) -> Drafter:
@@ -331,6 +337,8 @@ class HybridDecoder:
                 )
             return drafter
         make = registry.load("drafter", drafter)
+        if drafter == "ngram" and self._num_draft_tokens is not None:
+            return make(max_draft_tokens=self._num_draft_tokens)
         if drafter == "self-diffusion":
             if self.adapter is None:
                 raise ConfigError(
@@ -359,6 +367,8 @@ def _is_count(value: object) -> bool:
 
 
 def _events(engine: Engine, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:
+    for request in requests:
+        request.meter.restart()  # the reader may have waited before it asked for the first event
     steps = run(engine, [request.state for request in requests])
     try:
         for record in steps:

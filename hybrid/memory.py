@@ -12,7 +12,9 @@ from hybrid.errors import CapacityError
 def available_bytes(device: torch.device) -> int | None:
     """Return the free memory of `device`, or None where the system does not tell."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What torch's allocator keeps for itself is free for us.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -34,6 +34,10 @@ class RowMeter:
         self._histogram: list[int] = []
         self._forward_seconds = 0.0
 
+    def restart(self) -> None:
+        """Start the clock again, before the first record."""
+        self._started = self._last = time.perf_counter()
+
     def add(self, record: StepRecord) -> RowStep | None:
         """Count a record; return this request's part of it, None when it has none."""
         row = next((r for r in record.rows if r.index == self._index), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from hybrid.config import Config
 
@@ -26,7 +26,8 @@ class SamplingParams(Config):
         seed: same seed and same request give the same tokens; None draws a fresh one.
         max_new_tokens: the most tokens to generate.
         min_new_tokens: EOS and stop ids are impossible before this many tokens.
-        stop: the text ends before the first of these strings.
+        stop: the text ends before the first of these strings. The text holds no special tokens:
+            give their ids in `stop_token_ids`.
         stop_token_ids: ids that end the text besides the checkpoint's EOS ids.
         ignore_eos: treat the checkpoint's EOS ids as ordinary tokens.
         logprobs: None for none; n >= 0 for the chosen token's log-probability under the unmodified
@@ -59,6 +60,15 @@ class SamplingParams(Config):
         if any(not s for s in value):
             raise ValueError("got an empty stop string, expected at least one character.")
         return value
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> SamplingParams:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"got min_new_tokens {self.min_new_tokens}, expected at most max_new_tokens "
+                f"({self.max_new_tokens})."
+            )
+        return self
 
     @property
     def is_greedy(self) -> bool:

@@ -99,9 +99,7 @@ def _kernels() -> dict[str, str]:
         triton = "available" if has_gpu else "not available: no GPU"
     return {
         "attention": "reference (torch scaled_dot_product_attention)",
-        "int4 linear": "torch int4pack"
-        if has_int4
-        else "dense: this torch has no int4pack product",
+        "int4 linear": "torch int4pack" if has_int4 else "not available: use --dtype bfloat16",
         "triton": triton,
     }
 

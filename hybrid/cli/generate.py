@@ -61,19 +61,19 @@ def generate(
         tokenizer = decoder.tokenizer
         is_chat = system is not None or (tokenizer is not None and tokenizer.has_chat_template)
     request = _messages(text, system) if is_chat else text
+    about = {
+        "model": decoder.model_name,
+        "strategy": strategy,
+        "drafter": decoder.drafter_name,
+        "verifier": decoder.verifier_name,
+    }
     if as_json:
         result = decoder.generate(request, params, strategy=strategy)
-        about = {
-            "model": decoder.model_name,
-            "strategy": strategy,
-            "drafter": decoder.drafter_name,
-            "verifier": decoder.verifier_name,
-        }
         typer.echo(json.dumps({**about, **result.to_dict()}))
     else:
         result = _stream(decoder, request, params, strategy)
     if stats and result:
-        _print_stats(result)
+        _print_stats(result, about)
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -103,9 +103,11 @@ def _stream(decoder: Any, request: Any, params: Any, strategy: str) -> Generatio
     return result
 
 
-def _print_stats(result: GenerationResult) -> None:
+def _print_stats(result: GenerationResult, about: dict[str, str]) -> None:
     from rich.console import Console
 
     from hybrid.tui.render import stats_table
 
-    Console(stderr=True, highlight=False).print(stats_table(result.stats))
+    console = Console(stderr=True, highlight=False, markup=False)
+    console.print(", ".join(f"{name} {value}" for name, value in about.items()))
+    console.print(stats_table(result.stats))

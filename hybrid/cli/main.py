@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from typer.core import TyperGroup
 
 from hybrid import __version__
 from hybrid.errors import HybridError
+from hybrid.tui.text import clean
 
 # Command name -> where it is: a function, or a typer.Typer with commands of its own.
 COMMANDS = {
@@ -49,7 +49,8 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except HybridError as error:
-            typer.echo(f"Error: {' '.join(str(error).split())}", err=True)
+            # A message may quote a checkpoint or a file: no control characters.
+            typer.echo(f"Error: {clean(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
@@ -86,11 +87,9 @@ def _hybrid(
 
 
 def _mount() -> None:
-    """Add the commands whose modules are present."""
+    """Add the commands."""
     for name, place in COMMANDS.items():
         module, _, attribute = place.partition(":")
-        if find_spec(module) is None:
-            continue
         command = getattr(import_module(module), attribute)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)

@@ -29,10 +29,10 @@ def commit_row(
     row = engine.rows[batch_row]
     num_drafted, num_accepted = proposal.num_tokens[batch_row], verdict.num_accepted[batch_row]
     drafted = proposal.tokens[batch_row, :num_drafted].tolist() if num_drafted else []
-    candidates = [*drafted[:num_accepted], verdict.next_token[batch_row]]
+    tokens = [*drafted[:num_accepted], verdict.next_token[batch_row]]
     rule = engine.rules[row.row]
     committed: list[int] = []
-    for token in candidates:
+    for token in tokens:
         committed.append(token)
         row.finish_reason = rule.push(token)
         if row.finish_reason is not None:

@@ -33,7 +33,7 @@ def draft_or_nothing(engine: Engine, state: DraftState, plan: Plan) -> Proposal:
     Warns:
         DrafterWarning: once per call of `generate` or `stream`.
     """
-    if plan.num_draft_tokens == 0:
+    if plan.num_draft_tokens == 0 or _is_useless(state.rows):
         return empty_proposal(len(state.rows))
     try:
         proposal = engine.drafter.draft(state, plan)
@@ -42,6 +42,18 @@ def draft_or_nothing(engine: Engine, state: DraftState, plan: Plan) -> Proposal:
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything, the answer must go on
         _warn(engine, error)
         return empty_proposal(len(state.rows))
+
+
+def reset_or_nothing(engine: Engine) -> None:
+    """Tell the drafter that a new call begins.
+
+    Warns:
+        DrafterWarning: it raised.
+    """
+    try:
+        engine.drafter.reset()
+    except Exception as error:  # noqa: BLE001 - as above
+        _warn(engine, error)
 
 
 def observe_or_nothing(engine: Engine, record: StepRecord) -> None:
@@ -116,11 +128,19 @@ def _check_laws(draft_probs: Tensor, tokens: Tensor, counts: Sequence[int]) -> N
         )
 
 
+def _room(row: SequenceState) -> int:
+    """Return how many drafted tokens the row could still commit; the last comes from the target."""
+    return row.sampling.max_new_tokens - row.num_new_tokens - 1
+
+
+def _is_useless(rows: Sequence[SequenceState]) -> bool:
+    # A sampled row always drafts: its random stream must not depend on the other rows.
+    return all(row.sampling.is_greedy and _room(row) == 0 for row in rows)
+
+
 def _fit(proposal: Proposal, rows: Sequence[SequenceState], vocab_size: int) -> Proposal:
     """Cut what no row could commit, and make every id, padding too, one that can be embedded."""
-    # The step's last token comes from the target, so a draft may fill all but one place.
-    room = [row.sampling.max_new_tokens - row.num_new_tokens - 1 for row in rows]
-    num_tokens = tuple(map(min, proposal.num_tokens, room))
+    num_tokens = tuple(map(min, proposal.num_tokens, map(_room, rows)))
     width = max(num_tokens)
     laws, entropy = proposal.draft_probs, proposal.entropy
     return replace(

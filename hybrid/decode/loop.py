@@ -12,8 +12,8 @@ import torch
 
 from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row
-from hybrid.decode.fallback import empty_proposal
-from hybrid.decode.step import Engine, decode_step, judge, keep_taps
+from hybrid.decode.fallback import empty_proposal, reset_or_nothing
+from hybrid.decode.step import Engine, decode_step, keep_taps, transform_and_verify
 from hybrid.protocols import ForwardOutput
 from hybrid.types import Mode, SequenceState, StepRecord, Write
 
@@ -23,6 +23,7 @@ def run(engine: Engine, rows: list[SequenceState]) -> Generator[StepRecord, None
 
     Closing the iterator (or any error) frees the cache rows and leaves the parts usable.
     """
+    reset_or_nothing(engine)
     try:
         taps: dict[int, list[torch.Tensor]] = {}
         alive = []
@@ -75,7 +76,7 @@ def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, t
     # The step's own verdict and commit, with nothing drafted.
     engine.rows = [row]
     proposal = empty_proposal(1)
-    verdict = judge(engine, out.logits, proposal)
+    verdict = transform_and_verify(engine, out.logits, proposal)
     row_step = commit_row(engine, 0, proposal, verdict, out.logits)
     keep_taps(engine, {}, (0,))
     record = StepRecord(

@@ -71,7 +71,7 @@ def decode_step(engine: Engine) -> StepRecord:
     )
     assert out.logits is not None
     forwarded = time.perf_counter()
-    verdict = judge(engine, out.logits, proposal)
+    verdict = transform_and_verify(engine, out.logits, proposal)
     steps = [commit_row(engine, b, proposal, verdict, out.logits) for b in range(len(rows))]
     for row, step in zip(rows, steps, strict=True):
         # K/V of the anchor and of all but the last committed token, which is the next anchor.
@@ -91,7 +91,7 @@ def decode_step(engine: Engine) -> StepRecord:
     return record
 
 
-def judge(engine: Engine, logits: Tensor, proposal: Proposal) -> Verdict:
+def transform_and_verify(engine: Engine, logits: Tensor, proposal: Proposal) -> Verdict:
     """Apply each row's sampling transforms to the target's logits and verify."""
     rows = engine.rows
     if any(needs_transform(row) for row in rows):

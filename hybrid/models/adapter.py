@@ -48,6 +48,8 @@ class DraftConfig:
         rank: r of the low-rank updates.
         lora_alpha: their scale is lora_alpha / r.
         base: shape of the model it belongs to.
+        preferred_draft_tokens: K to use when nobody asks for another; None is all that were
+            trained. Few slots carry most of the acceptance, and each costs a row of two passes.
     """
 
     num_draft_tokens: int
@@ -56,6 +58,7 @@ class DraftConfig:
     rank: int
     lora_alpha: float
     base: Mapping[str, int]
+    preferred_draft_tokens: int | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -276,6 +279,7 @@ def _parse_config(raw: Mapping[str, Any]) -> DraftConfig:
         rank=int(raw["rank"]),
         lora_alpha=float(raw["lora_alpha"]),
         base={str(name): int(size) for name, size in dict(raw["base"]).items()},
+        preferred_draft_tokens=raw.get("preferred_draft_tokens"),
     )
     if config.num_draft_tokens < 1 or config.rank < 1:
         raise ValueError("num_draft_tokens and rank must be at least 1")

@@ -196,6 +196,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def refuse_foreign_code(config: Any, where: Path) -> None:
+    """Refuse a config that names code for transformers to fetch from a hub and run.
+
+    `attn_implementation: "org/repo"` and its relatives do, at any depth.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    items = config.items() if isinstance(config, dict) else enumerate(config)
+    for key, value in items:
+        if isinstance(value, (dict, list)):
+            refuse_foreign_code(value, where)
+        elif str(key).endswith("_implementation") and "/" in str(value):
+            raise CheckpointError(
+                f"{where}: {key} is {value!r}, code from a hub, which is never run here. "
+                f"Remove {key} from the file if you trust the rest."
+            )
+
+
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if not quantization:

@@ -130,8 +130,11 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     attention_bias = bool(config.get("attention_bias", False))
     rope, context = parse_rope(config), _count(config, "max_position_embeddings")
     if rope.kind == "dynamic":
-        # Here alone the config's number is the context before scaling.
         context = int(context * rope.params["factor"])
+    elif rope.kind == "yarn":
+        # Some configs give the context after scaling, some before.
+        original = rope.params.get("original_max_position_embeddings", context)
+        context = max(context, int(original * rope.params["factor"]))
     return ModelSpec(
         family=name,
         vocab_size=_count(config, "vocab_size"),

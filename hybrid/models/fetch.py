@@ -30,6 +30,7 @@ _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2
 _PIP_FOLDER = ".pip-"
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+_NOT_HUB_FILES = ("consolidated*", "original/*", "onnx/*")  # the same weights once more
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,10 @@ def snapshot(repo_id: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                repo_id, allow_patterns=list(_HUB_FILES), local_files_only=is_offline()
+                repo_id,
+                allow_patterns=list(_HUB_FILES),
+                ignore_patterns=list(_NOT_HUB_FILES),
+                local_files_only=is_offline(),
             )
         )
     # Whatever the hub client, its HTTP library or the network raises means the same here.

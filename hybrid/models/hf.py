@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from hybrid.attention.pattern import AttentionPattern
 from hybrid.config import is_offline
 from hybrid.errors import CapacityError, CheckpointError, ConfigError
+from hybrid.models.checkpoint import read_json, refuse_foreign_code
 from hybrid.models.families import token_ids
 from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Write
@@ -198,13 +199,16 @@ class HFBackbone:
         Raises:
             CheckpointError: it cannot be found, read or matched.
         """
+        folder = Path(path)
+        if folder.is_dir():
+            refuse_foreign_code(read_json(folder / "config.json"), folder / "config.json")
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 str(path),
                 dtype=dtype,
                 trust_remote_code=False,
                 use_safetensors=True,
-                local_files_only=Path(path).is_dir() or is_offline(),
+                local_files_only=folder.is_dir() or is_offline(),
                 output_loading_info=True,
             )
         except Exception as error:  # each model class raises what it likes

@@ -20,6 +20,7 @@ from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks, Int8Blocks, Weight
 # float32. On 2 to 7 float32 rows it is also slower than on 8.
 _TILE_ROWS = {torch.bfloat16: 2, torch.float32: 4}
 _MIN_FLOAT32_ROWS = 8
+_PACKED_ROWS = 16  # the 4-bit kernel takes multiples
 
 
 class Linear:
@@ -76,9 +77,10 @@ class DenseLinear(Linear):
 class PackedLinear(Linear):
     """Weight in blocks of 32 along the input, for torch's packed 4-bit CPU kernel.
 
-    The kernel computes (q - 8) * scale + zero. A GGUF Q4_1 block q * d + m goes in unchanged with
-    scale = d and zero = m + 8 d. A Q8_0 block q * d goes in as two layers of nibbles side by side,
-    16 d (q >> 4) + d (q & 15), over the input repeated.
+    The kernel computes (q - 8) * scale + zero with scale and zero rounded to bfloat16. A GGUF Q4_1
+    block q * d + m goes in with its own levels q, scale = d and zero = m + 8 d. A Q8_0 block q * d
+    goes in as two layers of nibbles side by side, 16 d (q >> 4) + d (q & 15), over the input
+    repeated.
     """
 
     def __init__(
@@ -130,7 +132,8 @@ def make_linear(
 ) -> Linear:
     """Return one layer for several weights stacked along the output (fused QKV, gate and up).
 
-    Blocks that cannot be packed together with a dense neighbour are dequantised to its dtype.
+    Blocks that cannot be packed (beside a dense neighbour, or a number of rows that the kernel does
+    not take) are dequantised.
 
     Args:
         weights: [O_i, I] each.
@@ -140,7 +143,7 @@ def make_linear(
     bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
     for kind in (Int4Blocks, Int8Blocks):
         blocks = [w for w in weights if isinstance(w, kind)]
-        if len(blocks) == len(weights):
+        if len(blocks) == len(weights) and sum(w.shape[0] for w in blocks) % _PACKED_ROWS == 0:
             return PackedLinear(blocks, bias)
     dtype = next((w.dtype for w in weights if isinstance(w, Tensor)), torch.bfloat16)
     dense = [w if isinstance(w, Tensor) else w.dequantize(dtype) for w in weights]

@@ -51,7 +51,8 @@ def load_model(
     Args:
         model: "default", a Hugging Face folder, a GGUF file or a hub id.
         device: "auto" takes CUDA where there is any.
-        dtype: "auto" is the file's own 4 bits for a GGUF on the CPU, else the checkpoint's dtype.
+        dtype: "auto" is a GGUF's own blocks on the CPU; else float32 where the checkpoint is
+            float32 and the device a CPU, bfloat16 otherwise.
         adapter: folder of a diffusion adapter; None takes the shipped one of the default model.
         exact: see `NativeBackbone`; other backbones refuse it.
         progress: see `hybrid.models.store.resolve`.
@@ -60,6 +61,8 @@ def load_model(
         CheckpointError: the model or the adapter cannot be fetched, read or matched.
         ConfigError: an unknown device or dtype, or one that this model cannot have.
     """
+    if not isinstance(model, (str, Path)):
+        raise ConfigError(f"model: got {type(model).__name__}, expected a name or a path.")
     where = choose_device(device)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: got {dtype!r}.{did_you_mean(str(dtype), DTYPES)}")
@@ -73,12 +76,12 @@ def load_model(
     activations = _activations(dtype, config, where)
     backbone: NativeBackbone | HFBackbone
     if is_native(config):
-        backbone = _native(open_checkpoint(path), where, activations, exact=exact)
         if dtype == "int4" and not _is_int4(config):
             raise ConfigError(
-                f"dtype: int4 needs a GGUF file with Q4_1 layers, got {model}. "
+                f"dtype: int4 needs a GGUF file with Q4_1 or Q8_0 weights, got {model}. "
                 "Use dtype='bfloat16' or 'float32'."
             )
+        backbone = _native(open_checkpoint(path), where, activations, exact=exact)
     else:
         if dtype == "int4" or exact:
             what = "dtype: int4" if dtype == "int4" else "exact: it"
@@ -99,7 +102,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device: got {name!r}, expected auto, cpu, cuda or cuda:N.") from error
     if device.type not in {"cpu", "cuda"}:
         raise ConfigError(f"device: got {name!r}, expected auto, cpu, cuda or cuda:N.")

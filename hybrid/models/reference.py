@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hybrid.errors import CheckpointError
+from hybrid.models.checkpoint import read_json, refuse_foreign_code
 
 
 class TransformersReference:
@@ -25,9 +26,15 @@ class TransformersReference:
         Raises:
             CheckpointError: transformers cannot load it.
         """
+        config = Path(path) / "config.json"
+        refuse_foreign_code(read_json(config), config)
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=torch.float32, trust_remote_code=False, local_files_only=True
+                str(path),
+                dtype=torch.float32,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
             )
         except Exception as error:  # each model class raises what it likes
             raise CheckpointError(

@@ -74,8 +74,6 @@ class Tokenizer:
                 "instruction-tuned variant of the model."
             )
         _check_messages(messages)
-        from jinja2 import TemplateError
-
         try:
             encoded = self._backend.apply_chat_template(
                 [dict(message) for message in messages],
@@ -83,7 +81,7 @@ class Tokenizer:
                 tokenize=True,
                 return_dict=True,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             raise ConfigError(f"The model's chat template refuses the messages: {error}") from error
         return _ids(encoded)
 

@@ -21,7 +21,8 @@ class AdaptiveRouter:
 
         Args:
             num_draft_tokens: what a speculative step drafts.
-            window: steps of each mode that are compared; also the length of a first trial's tail.
+            window: the most recent steps of each mode that are compared; a quarter of it is the
+                least, so a mode with fewer is tried.
             probe_every: steps after which the slower mode is tried again.
         """
         self._speculative = Plan(Mode.SPECULATIVE, num_draft_tokens)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from hybrid import __version__
 from hybrid.errors import CheckpointError
 from hybrid.training.checkpoint import read_metrics
 from hybrid.training.config import SelfDiffusionConfig
@@ -133,6 +134,9 @@ def _shown(text: str) -> str:
 
 
 def _versions() -> str:
-    names = ("hybrid-decoder", "torch", "transformers", "safetensors")
+    names = ("torch", "transformers", "safetensors")
     found = ", ".join(f"{name} {version(name)}" for name in names)
-    return f"Python {platform.python_version()}, {found}, {torch.get_num_threads()} thread(s)"
+    return (
+        f"hybrid-decoder {__version__}, Python {platform.python_version()}, {found}, "
+        f"{torch.get_num_threads()} thread(s)"
+    )

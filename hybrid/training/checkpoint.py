@@ -12,8 +12,8 @@ from hybrid.errors import CheckpointError, ConfigError
 from hybrid.training.config import SelfDiffusionConfig
 from hybrid.training.files import replacing, write_json
 
-# These change nothing about the result.
-_FREE = {"output", "device", "keep_contexts", "eval_every"}
+# These change nothing about the result; the data is known by its SHA-256.
+_FREE = {"data", "output", "device", "keep_contexts", "eval_every"}
 
 
 def save_checkpoint(config: SelfDiffusionConfig, data_sha256: str, state: dict[str, Any]) -> None:

@@ -48,7 +48,12 @@ class SelfDiffusionConfig(Config):
     model: str = "default"
     num_draft_tokens: _Positive = 8
     entry_layer: _Positive = 20
-    feature_layers: tuple[Annotated[int, Field(ge=0)], ...] = (2, 10, 19, 28)
+    feature_layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (
+        2,
+        10,
+        19,
+        28,
+    )
     rank: _Positive = 32
     lora_alpha: _Rate = 32.0
     steps: _Positive = 6000

@@ -25,11 +25,12 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     if num_tokens == 1:
         grouped = query.view(1, num_groups, num_heads // num_groups, head_dim)
         out = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask)
-        return out.view(1, num_heads * head_dim)
+        return out.reshape(1, num_heads * head_dim)
     # Query heads of one kv head become rows of one matrix: [G, (H/G) T, D].
     grouped = query.transpose(0, 1).reshape(1, num_groups, -1, head_dim)
     out = F.scaled_dot_product_attention(grouped, key[None], value[None], attn_mask=mask)
-    return out.view(num_heads, num_tokens, head_dim).transpose(0, 1).reshape(num_tokens, -1)
+    # reshape: some of torch's kernels return another memory order.
+    return out.reshape(num_heads, num_tokens, head_dim).transpose(0, 1).reshape(num_tokens, -1)
 
 
 def dense_mask_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

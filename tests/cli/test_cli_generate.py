@@ -14,7 +14,7 @@ import pytest
 
 from hybrid import __version__
 from hybrid.cli.options import SamplingOptions
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, ConfigError
 from hybrid.params import SamplingParams
 
 ANSWER = "Hello brave new **world**, it works.\n"
@@ -212,3 +212,18 @@ def test_help_starts_fast_and_without_torch(environment) -> None:
     assert "generate" in done.stdout
     # 0.2 s on a quiet machine; torch alone would take seconds.
     assert time.perf_counter() - begin < 2
+
+
+def test_an_error_message_brings_no_control_characters(run, fake) -> None:
+    decoder = fake.FakeDecoder(error={0: ConfigError("bad \x1b]0;title\x07 template")})
+    code, _, err = run("generate", "hi", decoder=decoder)
+    assert code == 1
+    assert "Error: bad" in err
+    assert not any(c in err for c in "\x1b\x07")
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt_is_an_error(run, fake, prompt) -> None:
+    code, out, err = run("generate", prompt, decoder=fake.FakeDecoder())
+    assert (code, out) == (1, "")
+    assert "empty prompt" in err

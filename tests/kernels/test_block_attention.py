@@ -127,3 +127,20 @@ def test_the_twin_is_a_weighted_mean():
     torch.testing.assert_close(out, torch.tensor([[6.0], [0.0]], dtype=torch.float64))
     block = block_attention(query, key, value, additive(mask, 1, 1, torch.float64))
     torch.testing.assert_close(block, out)
+
+
+def test_any_memory_order_of_torchs_kernel_will_do(monkeypatch):
+    """Some of torch's attention kernels return [B, T, H, D] memory under [B, H, T, D] strides."""
+    import torch.nn.functional as F
+
+    plain = F.scaled_dot_product_attention
+
+    def transposed(*args, **kwargs):
+        out = plain(*args, **kwargs)
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+    query, key, value = torch.randn(3, 4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    expected = [block_attention(query[:n], key, value, None) for n in (1, 3)]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", transposed)
+    for count, want in zip((1, 3), expected, strict=True):
+        assert torch.equal(block_attention(query[:count], key, value, None), want)

@@ -337,9 +337,11 @@ def test_names_of_the_parts():
     assert with_adapter.drafter_name == "self-diffusion"
 
 
-def test_a_drafter_is_reset_for_each_call_and_k_is_capped():
+def test_a_drafter_is_reset_for_each_call_and_k_is_its_own_at_most():
     drafter = Oracle([], 3)
-    model = decoder(RandomTarget(16), drafter, num_draft_tokens=9)
+    with pytest.raises(ConfigError, match="num_draft_tokens: got 9, expected at most 3"):
+        decoder(RandomTarget(16), drafter, num_draft_tokens=9)
+    model = decoder(RandomTarget(16), drafter)
     for calls in (1, 2):
         model.generate([1], max_new_tokens=6)
         assert drafter.num_resets == calls

@@ -238,7 +238,7 @@ def test_the_reference_ignores_the_checkpoints_sampling(tmp_path) -> None:
     settings |= {"do_sample": True, "temperature": 5.0, "repetition_penalty": 50.0}
     (path / "generation_config.json").write_text(json.dumps(settings))
     assert TransformersReference(path).generate([5, 6, 7], NEW) == plain
-    with pytest.raises(CheckpointError, match="transformers cannot load"):
+    with pytest.raises(CheckpointError, match="has no config.json"):
         TransformersReference(tmp_path / "nothing")
 
 

@@ -9,11 +9,13 @@ import torch
 from fakes import (
     EOS,
     GarbageDrafter,
+    Oracle,
     RaisingDrafter,
     RandomTarget,
     ScriptedTarget,
     SkewedDrafter,
     always_right,
+    always_wrong,
     decoder,
     text_decoder,
 )
@@ -206,3 +208,25 @@ def test_a_sound_proposal_passes_unchanged_but_for_its_padding():
     assert fitted.draft_probs.shape == (2, 2, VOCAB)
     assert fitted.entropy.shape == (2, 2)
     assert fitted.num_forwards == 1
+
+
+def test_a_drafter_whose_reset_raises_costs_a_warning():
+    class Stubborn(Oracle):
+        def reset(self):
+            raise RuntimeError("never")
+
+    expected = decoder(RandomTarget(VOCAB)).generate([1], strategy="ar", max_new_tokens=6)
+    model = decoder(RandomTarget(VOCAB), Stubborn([], 3))
+    with pytest.warns(DrafterWarning, match="never"):
+        result = model.generate([1], max_new_tokens=6)
+    assert result.token_ids == expected.token_ids
+
+
+def test_nothing_is_drafted_behind_the_last_token():
+    """Such a draft could commit nothing: a greedy request saves the pass."""
+    target = decoder(RandomTarget(VOCAB)).generate([1], strategy="ar", max_new_tokens=3)
+    drafter = always_wrong([[1, *target.token_ids]], 2)
+    result = decoder(RandomTarget(VOCAB), drafter).generate([1], max_new_tokens=3)
+    assert result.token_ids == target.token_ids
+    assert result.stats.num_verify_forwards == 2
+    assert drafter.num_drafts == 1

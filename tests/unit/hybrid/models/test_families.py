@@ -323,3 +323,20 @@ def test_a_dynamic_prompt_longer_than_a_prefill_chunk_is_rotated_as_one(tmp_path
             prompt[0].tolist(), max_new_tokens=8, ignore_eos=True, strategy=strategy
         )
         assert list(result.token_ids) == expected[0, prompt.shape[1] :].tolist(), strategy
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"rope_type": "yarn", "factor": 4.0}, 16384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "dynamic", "factor": 2.0}, 8192),
+        ({"rope_type": "linear", "factor": 2.0}, 4096),
+    ],
+    ids=["yarn-before", "yarn-plain", "yarn-after", "dynamic", "linear"],
+)
+def test_the_context_is_the_one_after_scaling(rope: dict[str, Any], context: int) -> None:
+    rope = {"rope_theta": 1e4, **rope}
+    config = sizes("qwen2", max_position_embeddings=4096, rope_parameters=rope)
+    assert spec_from_config(config).max_seq_len == context

@@ -221,6 +221,13 @@ def break_nothing_there(path: Path) -> None:
         file.unlink()
 
 
+def break_hub_kernel(path: Path) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] = {"attn_implementation": "someone/kernel"}
+    file.write_text(json.dumps(config))
+
+
 def break_truncated(path: Path) -> None:
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -254,12 +261,13 @@ def break_remote_code(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (break_nothing_there, "cannot load"),
+        (break_nothing_there, "has no config.json"),
         (break_truncated, "cannot load"),
         (break_missing_tensor, r"1 tensors are missing, the first is .*h\.1\.mlp\.c_fc"),
         (break_wrong_shape, "cannot load"),
         (break_pickled, "cannot load"),
         (break_remote_code, "cannot load"),
+        (break_hub_kernel, "attn_implementation is 'someone/kernel', code from a hub"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(damage: Any, message: str, tmp_path: Path) -> None:

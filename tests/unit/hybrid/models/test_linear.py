@@ -86,3 +86,13 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(kind, threads):
             assert torch.equal(layer(x[:rows]), whole[:rows]), rows
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 65, 96])
+def test_rows_that_the_kernel_does_not_take_are_dequantised(rows):
+    blocks = int4_blocks(rows)
+    layer = make_linear([blocks], [None])
+    assert isinstance(layer, PackedLinear) == (rows % 16 == 0)
+    x = torch.randn(3, I).bfloat16()
+    expected = x.double() @ blocks.dequantize(torch.float64).T
+    assert (layer(x).double() - expected).norm() / expected.norm() < 2**-7
