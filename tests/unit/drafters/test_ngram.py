@@ -112,7 +112,7 @@ def test_rows_may_be_swapped_for_others():
 def test_it_is_a_drafter():
     drafter = NgramDrafter()
     assert isinstance(drafter, Drafter)
-    assert (drafter.name, drafter.taps, drafter.max_draft_tokens) == ("ngram", (), 8)
+    assert (drafter.name, drafter.taps, drafter.max_draft_tokens) == ("ngram", (), 7)
 
 
 @pytest.mark.parametrize(
