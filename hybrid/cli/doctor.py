@@ -52,6 +52,8 @@ def doctor(
 
 
 def _version(package: str) -> str | None:
+    if package == "torch" and (torch := _torch()) is not None:
+        return str(torch.__version__)  # with the build: +cpu, +cu130
     try:
         return version(package)
     except PackageNotFoundError:

@@ -134,9 +134,9 @@ def _shown(text: str) -> str:
 
 
 def _versions() -> str:
-    names = ("torch", "transformers", "safetensors")
-    found = ", ".join(f"{name} {version(name)}" for name in names)
+    found = ", ".join(f"{name} {version(name)}" for name in ("transformers", "safetensors"))
     return (
-        f"hybrid-decoder {__version__}, Python {platform.python_version()}, {found}, "
+        f"hybrid-decoder {__version__}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, {found}, "
         f"{torch.get_num_threads()} thread(s)"
     )
