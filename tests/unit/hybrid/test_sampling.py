@@ -51,7 +51,7 @@ def twin(logits, params, history, num_prompt, eos=()):
     kept = order[: params.top_k] if params.top_k else order
     total, reached, nucleus = sum(weights[i] for i in kept), 0.0, []
     for i in kept:
-        if reached < params.top_p:
+        if reached < params.top_p or params.top_p == 1:  # rounding must not cut the tail
             nucleus.append(i)
         reached += weights[i] / total
     kept = [i for i in nucleus if weights[i] >= params.min_p * weights[order[0]]]
