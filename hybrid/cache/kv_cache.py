@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybrid.cache.rows import Rows
 from hybrid.errors import CapacityError
 
 
-class KVCache:
+class KVCache(Rows):
     """Keys and values of B rows, [L, 2, B, G, S, D], allocated once.
 
     Attributes:
@@ -40,6 +41,7 @@ class KVCache:
         Raises:
             CapacityError: the device has not enough memory.
         """
+        super().__init__(batch, capacity)
         shape = (num_layers, 2, batch, num_kv_heads, capacity, head_dim)
         try:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -48,8 +50,6 @@ class KVCache:
                 f"KV cache: cannot allocate {_num_bytes(shape, dtype) / 2**20:.0f} MiB for "
                 f"{batch} rows of {capacity} tokens on {device}. Use fewer rows or fewer tokens."
             ) from error
-        self.lengths = [0] * batch
-        self.capacity = capacity
 
     @property
     def nbytes(self) -> int:
@@ -73,19 +73,6 @@ class KVCache:
         pair = self.data[layer, :, row, :, :length]
         return pair[0], pair[1]
 
-    def require(self, row: int, num_tokens: int) -> None:
-        """Check that `num_tokens` more positions fit.
-
-        Raises:
-            CapacityError: they do not.
-        """
-        needed = self.lengths[row] + num_tokens
-        if needed > self.capacity:
-            raise CapacityError(
-                f"KV cache: row {row} needs {needed} positions, got a cache of {self.capacity}. "
-                "Shorten the prompt or allocate more."
-            )
-
     def commit(self, row: int, num_tokens: int) -> None:
         """Make the first `num_tokens` scratch positions part of the row."""
         if num_tokens < 0:
@@ -95,10 +82,7 @@ class KVCache:
 
     def truncate(self, row: int, length: int) -> None:
         """Forget everything at and beyond `length`."""
-        if not 0 <= length <= self.lengths[row]:
-            raise CapacityError(
-                f"KV cache: cannot truncate row {row} to {length}, it holds {self.lengths[row]}."
-            )
+        self.require_length(row, length)
         self.lengths[row] = length
 
     def gather(self, row: int, keep: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hybrid.attention.pattern import AttentionPattern
+from hybrid.cache.rows import Rows
 from hybrid.config import is_offline
 from hybrid.errors import CapacityError, CheckpointError, ConfigError
 from hybrid.models.checkpoint import read_json, refuse_foreign_code
@@ -32,7 +33,7 @@ _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _NO_LIMIT = 2**31 - 1
 
 
-class HFCache:
+class HFCache(Rows):
     """One transformers cache per row, grown by the passes. See `Cache` for the contract.
 
     Transformers appends what a pass writes, so scratch positions are the last ones of a row; they
@@ -47,25 +48,11 @@ class HFCache:
     def __init__(
         self, config: Any, batch: int, max_len: int, *, supports_rollback: bool = True
     ) -> None:
-        self.lengths = [0] * batch
-        self.capacity = max_len
+        super().__init__(batch, max_len)
         self.supports_rollback = supports_rollback
         self._config = config
         self._rows: list[DynamicCache | None] = [None] * batch
         self._scratch = [0] * batch
-
-    def require(self, row: int, num_tokens: int) -> None:
-        """Check that `num_tokens` more positions fit.
-
-        Raises:
-            CapacityError: they do not.
-        """
-        needed = self.lengths[row] + num_tokens
-        if needed > self.capacity:
-            raise CapacityError(
-                f"KV cache: row {row} needs {needed} positions, got a cache of {self.capacity}. "
-                "Shorten the prompt or allocate more."
-            )
 
     def open(self, row: int, num_tokens: int) -> DynamicCache:
         """Return the row's cache without scratch, for a pass that appends `num_tokens`.
@@ -92,10 +79,7 @@ class HFCache:
 
     def truncate(self, row: int, length: int) -> None:
         """Forget everything at and beyond `length`."""
-        if not 0 <= length <= self.lengths[row]:
-            raise CapacityError(
-                f"KV cache: cannot truncate row {row} to {length}, it holds {self.lengths[row]}."
-            )
+        self.require_length(row, length)
         self._drop(row, self.lengths[row] + self._scratch[row] - length)
         self.lengths[row], self._scratch[row] = length, 0
 
