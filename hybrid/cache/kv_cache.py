@@ -56,17 +56,36 @@ class KVCache(Rows):
         """Bytes held."""
         return self.data.numel() * self.data.element_size()
 
-    def write(self, layer: int, row: int, key_value: Tensor, start: int | None = None) -> None:
-        """Write K/V of T new tokens to scratch positions, or from `start` in place (refresh).
+    def write(self, layer: int, row: int, key_value: Tensor) -> None:
+        """Write K/V of T new tokens to the row's scratch positions.
 
         Args:
             layer: layer index.
             row: cache row.
             key_value: [2, G, T, D].
-            start: first position; None means the row's length.
         """
-        first = self.lengths[row] if start is None else start
+        first = self.lengths[row]
         self.data[layer, :, row, :, first : first + key_value.shape[2]] = key_value
+
+    def refresh(self, layer: int, row: int, start: int, key_value: Tensor) -> None:
+        """Overwrite committed K/V in place; the row's length stays.
+
+        Args:
+            layer: layer index.
+            row: cache row.
+            start: first position.
+            key_value: [2, G, T, D].
+
+        Raises:
+            CapacityError: the range is not wholly committed.
+        """
+        end = start + key_value.shape[2]
+        if not 0 <= start <= end <= self.lengths[row]:
+            raise CapacityError(
+                f"KV cache: cannot refresh positions {start} to {end} of row {row}, it holds "
+                f"{self.lengths[row]}."
+            )
+        self.data[layer, :, row, :, start:end] = key_value
 
     def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Return views of the first `length` positions, scratch included: K, V [G, length, D]."""

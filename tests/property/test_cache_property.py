@@ -56,12 +56,15 @@ def test_cache_equals_lists(steps):
         room = CAPACITY - length
         if kind in {"write", "refresh"}:
             start = length if kind == "write" else min(a, length)
-            count = min(b, CAPACITY - start)
+            count = min(b, (CAPACITY if kind == "write" else length) - start)
             values = list(range(serial + 1, serial + 1 + count))
             serial += count
             for layer in range(LAYERS if count else 0):
                 block = torch.cat([value_of(v, layer) for v in values], dim=2).double()
-                cache.write(layer, row, block, None if kind == "write" else start)
+                if kind == "write":
+                    cache.write(layer, row, block)
+                else:
+                    cache.refresh(layer, row, start, block)
             lists.write(row, values, start)
         elif kind == "commit":
             cache.commit(row, min(a, room))

@@ -25,9 +25,9 @@ def pair(values, layer):
     return base + kind + head + layer / 4 + torch.arange(DIM) / 64
 
 
-def write(cache, row, values, start=None):
+def write(cache, row, values):
     for layer in range(LAYERS):
-        cache.write(layer, row, pair(values, layer), start)
+        cache.write(layer, row, pair(values, layer))
 
 
 def check(cache, row, values):
@@ -61,9 +61,13 @@ def test_refresh_overwrites_in_place():
     cache = make()
     write(cache, 0, [1, 2, 3, 4])
     cache.commit(0, 4)
-    write(cache, 0, [8, 9], start=1)
+    for layer in range(LAYERS):
+        cache.refresh(layer, 0, 1, pair([8, 9], layer))
     assert cache.lengths[0] == 4
     check(cache, 0, [1, 8, 9, 4])
+    for start in (-1, 3):
+        with pytest.raises(CapacityError, match="cannot refresh positions"):
+            cache.refresh(0, 0, start, pair([8, 9], 0))
 
 
 def test_gather_packs_the_kept_positions():
