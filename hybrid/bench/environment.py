@@ -31,7 +31,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "transformers": version("transformers"),
         **_commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,

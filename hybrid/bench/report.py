@@ -115,9 +115,11 @@ def _equality(
         divergence = first_divergence(prompt, e.answer.tokens, g.answer.tokens, reference)
         if divergence is not None:
             found.append({"prompt": index, **divergence})
+    parted = {divergence["prompt"] for divergence in found}
     return {
         "reference": reference.name,
         "greedy_match": not found,
+        "greedy_match_by_prompt": [index not in parted for index in range(len(prompts))],
         "num_greedy_match": len(prompts) - len(found),
         "first_divergence": found[0] if found else None,
         "largest_margin": max((d["margin"] for d in found), default=None),

@@ -170,6 +170,8 @@ def test_float32_equals_transformers_and_a_wrong_decoder_does_not(decoder, trans
         assert row["first_divergence"] is None
     row = rows["wrong"]
     assert (row["greedy_match"], row["num_greedy_match"]) == (False, 1)
+    assert sorted(row["greedy_match_by_prompt"]) == [False, True]
+    assert not row["greedy_match_by_prompt"][row["first_divergence"]["prompt"]]
     expected = samples["transformers float32"][1].answer.tokens
     logits = transformers.next_logits([*PROMPT_IDS[1], *expected[:5]])
     best, second = logits.topk(2).values.tolist()
