@@ -16,7 +16,7 @@ def show(decoder: HybridDecoder, anchor: int, record: StepRecord) -> None:
 
     (row,) = record.rows
     sources = ", ".join(source.value for source in row.sources)
-    print(f"1 plan     a {record.mode.value} step")
+    print(f"1 plan     mode {record.mode.value}")
     forwards = record.num_draft_forwards
     print(f"2 draft    {row.num_drafted} tokens in {forwards} forwards: {text(*row.drafted)}")
     print(f"3 inputs   anchor {text(anchor)} and the draft: {record.width} tokens, causal")

@@ -287,11 +287,13 @@ class HybridDecoder:
         where = f"prompt {index}" if several else "prompt"
         ids = to_token_ids(prompt, self.tokenizer, self.backbone.vocab_size, where)
         limit = self.backbone.max_seq_len
-        if len(ids) + params.max_new_tokens > limit:
+        room = limit - len(ids)
+        if params.max_new_tokens > room:
+            fewer = f" or set max_new_tokens to at most {room}" if room > 0 else ""
             raise CapacityError(
                 f"{where}: got {len(ids)} tokens and max_new_tokens {params.max_new_tokens}, "
-                f"expected at most {limit} together (the model's context). Shorten the prompt "
-                f"or set max_new_tokens to at most {max(limit - len(ids), 0)}."
+                f"expected at most {limit} together (the model's context). Shorten the prompt"
+                f"{fewer}."
             )
         bad = next((t for t in params.stop_token_ids if t >= self.backbone.vocab_size), None)
         if bad is not None:

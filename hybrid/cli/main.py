@@ -58,6 +58,11 @@ class _Group(TyperGroup):
             # The reader left; Python would complain again when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
+        except OSError as error:
+            # A full disk, say: what is still buffered cannot be written either.
+            typer.echo(f"Error: {clean(str(error))}", err=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
 
 
 app = typer.Typer(

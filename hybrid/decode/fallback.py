@@ -73,7 +73,7 @@ def _warn(engine: Engine, error: Exception) -> None:
         return
     engine.drafter_failed = True
     warnings.warn(
-        f"Drafter {engine.drafter.name!r} raised {type(error).__name__}: {error} "
+        f"Drafter {engine.drafter.name!r} raised {type(error).__name__}: {error}. "
         "Such steps decode without a draft; the output is not affected.",
         DrafterWarning,
         stacklevel=3,

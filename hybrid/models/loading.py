@@ -16,7 +16,7 @@ from hybrid.models.checkpoint import INT4_METHOD, Checkpoint, open_checkpoint, r
 from hybrid.models.families import is_native, spec_from_config
 from hybrid.models.fetch import Progress
 from hybrid.models.hf import HFBackbone
-from hybrid.models.store import DEFAULT_NAME, resolve
+from hybrid.models.store import DEFAULT_NAME, name_of, resolve
 from hybrid.models.tokenizer import Tokenizer, load_tokenizer
 from hybrid.models.transformer import NativeBackbone
 
@@ -87,9 +87,8 @@ def load_model(
             what = "dtype: int4" if dtype == "int4" else "exact: it"
             raise ConfigError(f"{what} needs a model that the native backbone runs.")
         backbone = HFBackbone.from_path(path, where, activations)
-    return LoadedModel(
-        str(model), path, backbone, tokenizer, _adapter(str(model), backbone, adapter)
-    )
+    bound = _adapter(name_of(path) or str(model), backbone, adapter)
+    return LoadedModel(str(model), path, backbone, tokenizer, bound)
 
 
 def choose_device(name: str) -> torch.device:

@@ -74,7 +74,7 @@ def resolve(
         return _default(precision, None, progress)
     if name and path.is_dir():  # the empty path would be the working folder
         return path
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and path.suffix.lower() == ".gguf":
         return _from_gguf(path, precision, progress)
     if path.is_file() and path.suffix == ".whl":
         fetch.check_wheel(path)
@@ -154,6 +154,15 @@ def _key(stem: str, digest: str) -> str:
     if digest == fetch.DEFAULT_MODEL.sha256:
         stem = Path(fetch.DEFAULT_MODEL.filename).stem
     return f"{stem}-{digest[:12]}"
+
+
+def name_of(folder: Path) -> str | None:
+    """Return the name of the model that a folder in the cache belongs to; None for other folders.
+
+    A GGUF file or a folder that holds the default model is the default model by another name.
+    """
+    key = folder.resolve().parent
+    return _name(key.name) if key.parent == _models().resolve() else None
 
 
 def _default_key() -> str:

@@ -78,6 +78,8 @@ def load(path: Path) -> Conversation:
         raise ConfigError(
             f"{str(path)!r}: 'messages' must be a list and 'system' a string or null."
         )
+    if system is not None:
+        system = system.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair
     return Conversation(system, [_message(item, path, i) for i, item in enumerate(messages)])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -94,10 +95,17 @@ def _history(path: Path) -> History:
     """Return the history file, readable by the user alone; memory where it cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+    class LenientHistory(FileHistory):
+        """A full disk costs the history, not the conversation."""
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(string)
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         with path.open("ab"):
-            return FileHistory(path)
+            return LenientHistory(path)
     except OSError:
         return InMemoryHistory()

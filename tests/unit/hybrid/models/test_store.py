@@ -107,6 +107,9 @@ def test_default_is_fetched_once_and_converted_per_precision(published, cache, m
 
 
 def test_the_conversions_hold_the_same_model(published):
+    folder = store.resolve("default", "int4")
+    assert store.name_of(folder) == "default"
+    assert store.name_of(folder.parent) is None
     int4 = open_checkpoint(store.resolve("default", "int4")).tensors
     float32 = open_checkpoint(store.resolve("default", "float32")).tensors
     bfloat16 = open_checkpoint(store.resolve("default", "bfloat16")).tensors

@@ -197,3 +197,23 @@ def test_half_a_surrogate_pair_in_a_file_becomes_encodable(tmp_path: Path) -> No
     path.write_text(f'{{"format": "hybrid-chat", "messages": [{message}]}}')
     (loaded,) = conversation.load(path).messages
     assert loaded.content == "a?b"
+
+
+def test_a_full_disk_costs_the_history_and_not_the_chat(tmp_path, monkeypatch) -> None:
+    from prompt_toolkit.history import FileHistory
+
+    from hybrid.tui.reader import _history
+
+    def full(self: object, string: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileHistory, "store_string", full)
+    _history(tmp_path / "history").store_string("hello")
+
+
+def test_a_loaded_system_prompt_holds_no_half_characters(tmp_path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(
+        '{"format": "hybrid-chat", "version": 1, "system": "x\\ud800y", "messages": []}'
+    )
+    assert conversation.load(path).system == "x?y"
