@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from hybrid.types import Proposal
+from hybrid.decode.fallback import empty_proposal
 
 if TYPE_CHECKING:
     from hybrid.protocols import DraftState
-    from hybrid.types import Plan, StepRecord
+    from hybrid.types import Plan, Proposal, StepRecord
 
 
 class NoDrafter:
@@ -22,8 +20,7 @@ class NoDrafter:
 
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
         """Return an empty proposal, [B, 0]."""
-        batch = len(state.rows)
-        return Proposal(torch.empty(batch, 0, dtype=torch.long), (0,) * batch)
+        return empty_proposal(len(state.rows))
 
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""

@@ -110,7 +110,6 @@ class LoraLinear(Linear):
             b: [O, R], the scale already in it.
         """
         self.base, self.a, self.b = base, DenseLinear(a), DenseLinear(b)
-        self.out_features = base.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I]."""

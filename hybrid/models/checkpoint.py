@@ -143,8 +143,15 @@ def eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     for source in sources:
         value = source.get("eos_token_id")
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
+            return token_ids(value)
     return ()
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return a config's id, list of ids or null as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

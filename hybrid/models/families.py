@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid.errors import CheckpointError, did_you_mean
+from hybrid.models.checkpoint import token_ids
 from hybrid.models.rope import parse_rope
 from hybrid.models.spec import ModelSpec
 
@@ -156,13 +157,6 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         eos_token_ids=token_ids(config.get("eos_token_id")),
         mask_token_id=config.get("mask_token_id"),
     )
-
-
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return a config's id, list of ids or null as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -22,8 +22,7 @@ from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.rows import Rows
 from hybrid.config import is_offline
 from hybrid.errors import CapacityError, CheckpointError, ConfigError
-from hybrid.models.checkpoint import read_json, refuse_foreign_code
-from hybrid.models.families import token_ids
+from hybrid.models.checkpoint import read_json, refuse_foreign_code, token_ids
 from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Write
 

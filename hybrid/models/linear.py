@@ -26,8 +26,6 @@ _PACKED_ROWS = 16  # the 4-bit kernel takes multiples
 class Linear:
     """A linear layer [I] -> [O]."""
 
-    out_features: int
-
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I]."""
         raise NotImplementedError
@@ -51,7 +49,6 @@ class DenseLinear(Linear):
                 costs a pass of 8 rows for one.
         """
         self.weight, self.bias = weight, bias
-        self.out_features = weight.shape[0]
         on_cpu = weight.device.type == "cpu"
         self._tile = _TILE_ROWS.get(weight.dtype, 1) if on_cpu else 1
         is_float32 = weight.dtype == torch.float32
@@ -91,7 +88,6 @@ class PackedLinear(Linear):
         """Pack `blocks`, all of one kind, stacked along the output."""
         parts = [_nibbles(b) for b in blocks]
         nibbles, scale, zero = (torch.cat(part) for part in zip(*parts, strict=True))
-        self.out_features = nibbles.shape[0]
         self._repeats = isinstance(blocks[0], Int8Blocks)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles.to(torch.int32), 2)
         self._packed: Tensor = packed
