@@ -7,6 +7,8 @@ Next: verifiers/rejection.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,17 +32,34 @@ class SelfDiffusionDrafter:
         self.preferred_draft_tokens = adapter.config.preferred_draft_tokens or self.max_draft_tokens
 
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
-        """Propose K tokens per row: argmax where the row is greedy, else a draw and its law."""
+        """Propose K tokens per row: argmax where the row is greedy, else a draw and its law.
+
+        One pass fills all slots; then tokens are chosen left to right, because a slot may ask
+        which tokens were chosen before it.
+        """
         rows = state.rows
-        logits = self._slot_logits(state, min(plan.num_draft_tokens, self.max_draft_tokens))
-        count = logits.shape[1]
-        lengths = (count,) * len(rows)
-        if all(r.sampling.is_greedy and not r.sampling.has_penalties for r in rows):
-            return Proposal(argmax(logits), lengths, num_forwards=1)
-        drawn = [self._draw(row, logits[b]) for b, row in enumerate(rows)]
-        tokens = torch.tensor([ids for ids, _ in drawn], device=logits.device)
-        laws = torch.stack([law for _, law in drawn])
-        return Proposal(tokens, lengths, draft_probs=laws, num_forwards=1)
+        count = min(plan.num_draft_tokens, self.max_draft_tokens)
+        slots = self._slots(state, count)  # [B, K, C]
+        head, device = self._adapter.head, self._backbone.device
+        before = torch.tensor([row.tokens[-1:-3:-1] for row in rows], device=device)  # [B, 2]
+        is_plain = all(r.sampling.is_greedy and not r.sampling.has_penalties for r in rows)
+        chosen, laws = [], []
+        for slot in range(count):
+            logits = head.logits(slots[:, slot], before)
+            if is_plain:
+                tokens = head.token_ids(argmax(logits))
+            else:
+                drafted = [[int(t[b]) for t in chosen] for b in range(len(rows))]
+                tokens, law = self._draw(rows, drafted, head.over_vocabulary(logits))
+                laws.append(law)
+            chosen.append(tokens)
+            before = torch.stack([tokens, before[:, 0]], dim=1)
+        return Proposal(
+            torch.stack(chosen, dim=1),
+            (count,) * len(rows),
+            draft_probs=None if is_plain else torch.stack(laws, dim=1),
+            num_forwards=1,
+        )
 
     def observe(self, record: StepRecord) -> None:
         """Learn nothing: the draft depends on the model alone."""
@@ -48,9 +67,10 @@ class SelfDiffusionDrafter:
     def reset(self) -> None:
         """Forget nothing: there is no state."""
 
-    def _slot_logits(self, state: DraftState, num_draft_tokens: int) -> Tensor:
-        """Run the draft pass. Returns [B, K, V]."""
-        device, width = self._backbone.device, num_draft_tokens + 1
+    def _slots(self, state: DraftState, num_draft_tokens: int) -> Tensor:
+        """Run the draft pass. Returns the masked slots' last hidden states [B, K, C]."""
+        backbone, width = self._backbone, num_draft_tokens + 1
+        device, last = backbone.device, backbone.num_layers - 1
         anchors = torch.tensor([row.anchor for row in state.rows], device=device)
         is_masked = torch.arange(width, device=device) > 0
         # The anchor has no K/V yet: it stands at the first scratch position.
@@ -58,36 +78,41 @@ class SelfDiffusionDrafter:
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(
             width, device=device
         )
-        out = self._backbone.forward(
+        out = backbone.forward(
             None,
             positions,
             bidirectional(starts, width),
             state.cache,
             [row.row for row in state.rows],
-            num_logits=width - 1,  # slot 0 holds the anchor; slot j predicts its own position
+            num_logits=0,
+            taps=(last,),
             entry=Entry(
                 self._adapter.config.entry_layer,
                 self._adapter.draft_input(anchors, state.hidden, is_masked),
                 self._adapter,
             ),
         )
-        assert out.logits is not None
-        return out.logits
+        return out.hidden[last][:, 1:]  # slot 0 holds the anchor; slot j predicts its own position
 
-    def _draw(self, row: SequenceState, logits: Tensor) -> tuple[list[int], Tensor]:
-        """Choose one row's tokens left to right, with the target's own transforms."""
-        eos = self._backbone.eos_token_ids
-        tokens: list[int] = []
-        laws = []
-        for slot in range(logits.shape[0]):
-            # Penalties count the tokens drafted so far, as the target's will.
+    def _draw(
+        self, rows: Sequence[SequenceState], drafted: Sequence[Sequence[int]], logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Choose a token [B] for each row with the target's own transforms; also the laws [B, V].
+
+        Args:
+            rows: the active rows.
+            drafted: tokens chosen so far; penalties count them, as the target's will.
+            logits: [B, V] of the slot.
+        """
+        tokens, laws = [], []
+        for b, row in enumerate(rows):
             processed = process_logits(
-                logits[slot : slot + 1],
+                logits[b : b + 1],
                 row.sampling,
-                [*row.tokens, *tokens],
+                [*row.tokens, *drafted[b]],
                 row.num_prompt_tokens,
                 (),
-                eos,
+                self._backbone.eos_token_ids,
             )[0]
             if row.sampling.is_greedy:
                 token = int(processed.argmax())
@@ -98,4 +123,4 @@ class SelfDiffusionDrafter:
                 token = sample(law, row.generator)
             tokens.append(token)
             laws.append(law)
-        return tokens, torch.stack(laws)
+        return torch.tensor(tokens, device=logits.device), torch.stack(laws)

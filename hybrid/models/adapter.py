@@ -25,7 +25,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
-from hybrid.models.linear import DenseLinear, Linear
+from hybrid.models.checkpoint import Int4Blocks
+from hybrid.models.draft_head import DraftHead, SamplerHead, unit_norm
+from hybrid.models.linear import DenseLinear, Linear, PackedLinear, make_linear
 from hybrid.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ class DraftConfig:
         base: shape of the model it belongs to.
         preferred_draft_tokens: K to use when nobody asks for another; None is all that were
             trained. Few slots carry most of the acceptance, and each costs a row of two passes.
+        sampler_size: inner width of the head that tells a slot which tokens were chosen before
+            it; 0 is none.
+        draft_vocab_size: number of tokens that a draft chooses among; None is all.
     """
 
     num_draft_tokens: int
@@ -59,6 +64,8 @@ class DraftConfig:
     lora_alpha: float
     base: Mapping[str, int]
     preferred_draft_tokens: int | None = None
+    sampler_size: int = 0
+    draft_vocab_size: int | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -115,6 +122,10 @@ class LoraLinear(Linear):
         """Return [N, O] for x [N, I]."""
         return self.base(x).add_(self.b(self.a(x)))
 
+    def dense(self) -> Tensor:
+        """Return the weight [O, I] with the update in it, float32."""
+        return self.base.dense().float() + self.b.weight.float() @ self.a.weight.float()
+
     @property
     def nbytes(self) -> int:
         """Bytes of the update alone."""
@@ -126,8 +137,10 @@ class DiffusionAdapter:
 
     Attributes:
         config: its shape.
-        layers: as the backbone's, wrapped from `config.entry_layer` on.
-        norm: [C] final norm of a draft pass.
+        layers: as the backbone's, wrapped from `config.entry_layer` on. Beside packed weights the
+            updates are merged into packed copies: on a CPU two small products more cost as much
+            as a large one, and a draft may round as it likes.
+        head: what turns a slot's last hidden state into tokens.
     """
 
     def __init__(
@@ -154,20 +167,29 @@ class DiffusionAdapter:
                 f"Adapter enters at layer {first} with features of {config.feature_layers}; "
                 f"expected layers of a model that has {backbone.num_layers}, entry at least 1."
             )
+        self._packs = isinstance(backbone.layers[first].qkv, PackedLinear)
         self.layers = [
             layer if index < first else self._wrap(index, layer)
             for index, layer in enumerate(backbone.layers)
         ]
-        self.norm = self._take("norm.weight", width)
         self.slots = self._take("slots", config.num_draft_tokens + 1, width)
         self.mask = self._take("mask", width)  # the embedding of a masked slot
         self.project = DenseLinear(self._take("project", width, 2 * width))  # P
         num_features = len(config.feature_layers)
-        features = self._take("features", width, num_features * width)
         # Exact: the draft of a row must not depend on how many rows there are.
-        self.features = DenseLinear(features, exact=True)  # Q
-        self.nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        self.features = self._exact("features", width, num_features * width)  # Q
+        self.head = self._head()
         del self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside the backbone's own."""
+        layers = self.layers[self.config.entry_layer :]
+        linears = [x for y in layers for x in (y.qkv, y.o, y.gate_up, y.down)]
+        linears += [self.project, self.features]
+        tensors = [self.slots, self.mask, *(t for y in layers for t in (y.input_norm, y.post_norm))]
+        own = sum(t.numel() * t.itemsize for t in tensors)
+        return own + sum(x.nbytes for x in linears) + self.head.nbytes
 
     def _take(self, name: str, *shape: int) -> Tensor:
         if name not in self._tensors:
@@ -178,7 +200,28 @@ class DiffusionAdapter:
                 f"Adapter tensor {name!r}: got shape {list(value.shape)}, expected {list(shape)} "
                 "by draft_config.json. The files do not belong together."
             )
-        return value.to(self._backbone.device, self._backbone.dtype)
+        dtype = self._backbone.dtype if value.is_floating_point() else torch.int64
+        return value.to(self._backbone.device, dtype)
+
+    def _exact(self, name: str, *shape: int) -> Linear:
+        return DenseLinear(self._take(name, *shape), exact=True)
+
+    def _head(self) -> DraftHead:
+        backbone, size, width = self._backbone, self.config.sampler_size, self._backbone.hidden_size
+        sampler, vocabulary, output = None, None, backbone.head
+        if size:
+            gate_up = self._exact("sampler.gate_up", 2 * size, 3 * width)
+            sampler = SamplerHead(gate_up, self._exact("sampler.down", width, size))
+        if self.config.draft_vocab_size is not None:
+            vocabulary = self._take("vocabulary", self.config.draft_vocab_size)
+            tied = backbone.spec.tie_embeddings
+            rows = (backbone.embedding if tied else backbone.head.dense())[vocabulary]
+            weight = Int4Blocks.quantize(rows) if self._packs else rows
+            output = make_linear([weight], [None], exact=True)
+        norm = self._take("norm.weight", width)
+        return DraftHead(
+            norm, backbone.spec.norm_eps, output, backbone.embedding, vocabulary, sampler
+        )
 
     def _lora(self, index: int, block: str, names: Sequence[str], base: Linear) -> Linear:
         rank, shapes = self.config.rank, projection_shapes(self._backbone.spec)
@@ -188,7 +231,11 @@ class DiffusionAdapter:
             prefix, (inputs, outputs) = f"{PEFT_PREFIX}.{index}.{block}.{name}", shapes[name]
             a.append(self._take(f"{prefix}.lora_A.weight", rank, inputs))
             b.append(self._take(f"{prefix}.lora_B.weight", outputs, rank) * scale)
-        return LoraLinear(base, torch.cat(a), torch.block_diag(*b))  # type: ignore[no-untyped-call]
+        update = LoraLinear(base, torch.cat(a), torch.block_diag(*b))  # type: ignore[no-untyped-call]
+        if not self._packs:
+            return update
+        bias = getattr(base, "bias", None)
+        return make_linear([Int4Blocks.quantize(update.dense())], [bias])
 
     def _wrap(self, index: int, layer: Layer) -> Layer:
         return replace(
@@ -228,11 +275,6 @@ class DiffusionAdapter:
         base = hidden[self.config.entry_layer - 1] + self.features(features)
         joined = torch.cat([seen, own], dim=-1)
         return base[:, None] + slots + self.project(joined.flatten(0, 1)).view_as(own)
-
-
-def unit_norm(x: Tensor) -> Tensor:
-    """RMS norm without a weight: features of different layers come to one scale."""
-    return F.rms_norm(x, (x.shape[-1],), None, 1e-6)
 
 
 def load_adapter(backbone: NativeBackbone, path: str | Path) -> DiffusionAdapter:
@@ -279,6 +321,8 @@ def _parse_config(raw: Mapping[str, Any]) -> DraftConfig:
         lora_alpha=float(raw["lora_alpha"]),
         base={str(name): int(size) for name, size in dict(raw["base"]).items()},
         preferred_draft_tokens=raw.get("preferred_draft_tokens"),
+        sampler_size=int(raw.get("sampler_size", 0)),
+        draft_vocab_size=raw.get("draft_vocab_size"),
     )
     if config.num_draft_tokens < 1 or config.rank < 1:
         raise ValueError("num_draft_tokens and rank must be at least 1")

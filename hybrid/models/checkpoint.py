@@ -74,6 +74,16 @@ class Int4Blocks:
         weight = grouped * self.d.float().unsqueeze(-1) + self.m.float().unsqueeze(-1)
         return weight.reshape(rows, columns).to(dtype)
 
+    @classmethod
+    def quantize(cls, weight: Tensor) -> Int4Blocks:
+        """Return the blocks nearest to `weight` [O, I]: 16 even steps from smallest to largest."""
+        grouped = weight.float().view(len(weight), -1, INT4_GROUP)
+        low, high = grouped.aminmax(dim=-1)
+        d, m = ((high - low) / 15).half(), low.half()
+        levels = (grouped - m.float().unsqueeze(-1)) / d.float().clamp(min=1e-8).unsqueeze(-1)
+        levels = levels.round().clamp(0, 15).to(torch.uint8).flatten(1)
+        return cls(levels[:, ::2] | (levels[:, 1::2] << 4), d, m)
+
 
 @dataclass(frozen=True, eq=False)
 class Int8Blocks:

@@ -30,6 +30,10 @@ class Linear:
         """Return [N, O] for x [N, I]."""
         raise NotImplementedError
 
+    def dense(self) -> Tensor:
+        """Return the weight [O, I] as the layer computes with it."""
+        raise NotImplementedError
+
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
@@ -65,6 +69,10 @@ class DenseLinear(Linear):
         padded[:rows] = x
         return F.linear(padded, self.weight, self.bias)[:rows]
 
+    def dense(self) -> Tensor:
+        """Return the weight itself."""
+        return self.weight
+
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
@@ -93,6 +101,7 @@ class PackedLinear(Linear):
         self._packed: Tensor = packed
         scales = torch.stack([scale, zero], dim=-1).transpose(0, 1)
         self._scales = scales.contiguous().to(torch.bfloat16)  # [I/32, O, 2]
+        self._in_features = blocks[0].shape[1]
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -102,6 +111,11 @@ class PackedLinear(Linear):
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         y: Tensor = multiply(x, self._packed, INT4_GROUP, self._scales)
         return y if self.bias is None else y.add_(self.bias)
+
+    def dense(self) -> Tensor:
+        """Return the weight [O, I] in bfloat16, read off the layer's answers to unit vectors."""
+        columns = self(torch.eye(self._in_features, dtype=torch.bfloat16)).T
+        return columns if self.bias is None else columns - self.bias[:, None]
 
     @property
     def nbytes(self) -> int:

@@ -143,8 +143,7 @@ class NativeBackbone:
         if write == Write.COMMIT:
             for row in rows:
                 cache.commit(row, num_tokens)
-        norm = self.norm if adapter is None else adapter.norm
-        return ForwardOutput(self._logits(x, norm, batch, num_logits), hidden)
+        return ForwardOutput(self._logits(x, batch, num_logits), hidden)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise the last dimension (arXiv:1910.07467) in the activations' dtype."""
@@ -155,12 +154,12 @@ class NativeBackbone:
         gate, up = layer.gate_up(self.rms_norm(x, layer.post_norm)).chunk(2, dim=-1)
         return x + layer.down(F.silu(gate).mul_(up))
 
-    def _logits(self, x: Tensor, norm: Tensor, batch: int, num_logits: int | None) -> Tensor | None:
+    def _logits(self, x: Tensor, batch: int, num_logits: int | None) -> Tensor | None:
         if num_logits == 0:
             return None
         if num_logits is not None:
             x = x.view(batch, -1, self.hidden_size)[:, -num_logits:].flatten(0, 1)
-        return self.head(self.rms_norm(x, norm)).view(batch, -1, self.vocab_size)
+        return self.head(self.rms_norm(x, self.norm)).view(batch, -1, self.vocab_size)
 
 
 class _Attention:

@@ -29,8 +29,8 @@ from hybrid.models.loading import load_model
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 from hybrid.protocols import Entry
-from hybrid.training.draft_model import DraftModel
-from hybrid.training.export import save_adapter
+from hybrid.training.self_diffusion.draft_model import DraftModel
+from hybrid.training.self_diffusion.export import save_adapter
 from hybrid.types import Write
 
 PROMPT = random_prompts(12)[0]
@@ -287,4 +287,7 @@ def test_one_folder_serves_every_precision(tmp_path: Path) -> None:
         adapter = load_adapter(tiny_backbone("llama", dtype), folder)
         assert adapter.slots.dtype == adapter.layers[1].input_norm.dtype == dtype
     tensors = DraftModel(tiny_backbone(), adapter.config).adapter_tensors()
-    assert adapter.nbytes == 2 * sum(t.numel() for t in tensors.values()), "bfloat16 on disk"
+    spec, rank = tiny_backbone().spec, adapter.config.rank
+    fused = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * 2 + 2 * spec.intermediate_size
+    zeros = (spec.num_layers - adapter.config.entry_layer) * fused * rank
+    assert adapter.nbytes == 2 * (sum(t.numel() for t in tensors.values()) + zeros), "bfloat16"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hybrid import HybridDecoder
 from hybrid.models.tiny import tiny_checkpoint
-from hybrid.training.config import SelfDiffusionConfig
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 
 VOCAB = 32
 

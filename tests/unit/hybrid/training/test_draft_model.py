@@ -21,10 +21,10 @@ from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
 from hybrid.protocols import DraftState
-from hybrid.training.context import target_context
+from hybrid.training.self_diffusion.context import target_context
 from hybrid.training.data import Example
-from hybrid.training.draft_model import DraftModel
-from hybrid.training.trainer import draft_loss
+from hybrid.training.self_diffusion.draft_model import DraftModel
+from hybrid.training.self_diffusion.trainer import draft_loss
 from hybrid.types import Mode, Plan
 
 YARN = (("rope_type", "yarn"), ("factor", 4.0), ("rope_theta", 1e4))

@@ -30,11 +30,11 @@ from hybrid.models.spec import ModelSpec, RopeSpec
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training import files
-from hybrid.training.card import command_line, write_card
-from hybrid.training.config import SelfDiffusionConfig
-from hybrid.training.draft_model import DraftModel
-from hybrid.training.export import base_name, save_adapter
-from hybrid.training.trainer import train_self_diffusion
+from hybrid.training.self_diffusion.card import command_line, write_card
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
+from hybrid.training.self_diffusion.draft_model import DraftModel
+from hybrid.training.self_diffusion.export import base_name, save_adapter
+from hybrid.training.self_diffusion.trainer import train_self_diffusion
 
 FAMILIES = {
     "llama": ("llama", {"attention_bias": True}),

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from hybrid import HybridDecoder
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.training import trainer
+from hybrid.training.self_diffusion import trainer
 from hybrid.training.checkpoint import read_metrics
-from hybrid.training.trainer import learning_rate, train_self_diffusion
+from hybrid.training.self_diffusion.trainer import learning_rate, train_self_diffusion
 
 Make = Callable[..., Any]
 
@@ -64,8 +64,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
 _CHILD = """
 import sys, torch
-from hybrid.training.config import SelfDiffusionConfig
-from hybrid.training.trainer import train_self_diffusion
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
+from hybrid.training.self_diffusion.trainer import train_self_diffusion
 torch.set_num_threads(int(sys.argv[2]))
 train_self_diffusion(
     SelfDiffusionConfig.model_validate_json(sys.argv[1]),

@@ -39,7 +39,11 @@ def save_adapter(
     lora = {
         n: t.to("cpu", dtype).contiguous() for n, t in tensors.items() if n.startswith(PEFT_PREFIX)
     }
-    rest = {n: t.to("cpu", dtype).contiguous() for n, t in tensors.items() if n not in lora}
+    rest = {
+        n: t.to("cpu", dtype if t.is_floating_point() else t.dtype).contiguous()
+        for n, t in tensors.items()
+        if n not in lora
+    }
     num_layers = config.base["num_layers"]
     peft_config = {
         "peft_type": "LORA",

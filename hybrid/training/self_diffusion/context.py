@@ -22,7 +22,7 @@ class TargetContext:
         tokens: [S].
         first_anchor: index of the first response token.
         key_value: [L - entry, 2, G, S, D] of the layers that a draft pass runs.
-        hidden: {layer: [S, C]} for the adapter's taps.
+        hidden: {layer: [S, C]} for the adapter's taps, and of the last layer.
     """
 
     tokens: Tensor
@@ -46,7 +46,7 @@ def target_context(
         [0],
         write=Write.COMMIT,
         num_logits=0,
-        taps=config.taps,
+        taps=sorted({*config.taps, backbone.num_layers - 1}),
     )
     # Tensors made in inference mode cannot take part in autograd; their clones can.
     return TargetContext(

@@ -1,7 +1,7 @@
 """`DraftModel`: the draft pass as a differentiable module, many anchors over one clean context.
 
 It computes what drafters/self_diffusion.py computes with the engine's layers, and is tested
-against it. Next: hybrid/training/trainer.py.
+against it. Next: hybrid/training/self_diffusion/trainer.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hybrid.models.adapter import (
     PEFT_PREFIX,
     DraftConfig,
     projection_shapes,
-    unit_norm,
 )
+from hybrid.models.draft_head import unit_norm
 from hybrid.models.linear import DenseLinear, Linear
 from hybrid.models.transformer import Layer, NativeBackbone
-from hybrid.training.context import TargetContext
+from hybrid.training.self_diffusion.context import TargetContext
 
 Masks = tuple[Tensor, Tensor | None]
 
@@ -49,6 +49,28 @@ class DraftLayer(nn.Module):
         self.post_norm = nn.Parameter(layer.post_norm.float().clone())
 
 
+class SamplerHead(nn.Module):
+    """Tells a slot which two tokens stand before it; starts as nothing at all.
+
+    s = h + W_down SwiGLU(W_gate_up [norm(h); norm(e_1); norm(e_2)]), with h the slot's state after
+    the last layer and e_1, e_2 the embeddings of the tokens one and two places back
+    (after the sampler head of arXiv:2507.11851).
+    """
+
+    def __init__(self, width: int, size: int) -> None:
+        """Create [2 I, 3 C] and [C, I]."""
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * size, 3 * width))
+        self.down = nn.Parameter(torch.zeros(width, size))
+        nn.init.kaiming_uniform_(self.gate_up, a=5**0.5)
+
+    def forward(self, h: Tensor, before: Tensor) -> Tensor:
+        """Return [N, C] for states [N, C] and embeddings [N, 2, C], the nearer token first."""
+        joined = torch.cat([unit_norm(h), unit_norm(before).flatten(1)], dim=-1)
+        gate, up = F.linear(joined, self.gate_up.to(h.dtype)).chunk(2, dim=-1)
+        return h + F.linear(F.silu(gate) * up, self.down.to(h.dtype))
+
+
 class DraftModel(nn.Module):
     """Adapter parameters around a frozen backbone with dense weights."""
 
@@ -73,19 +95,26 @@ class DraftModel(nn.Module):
         self.mask = nn.Parameter(torch.randn(width) * backbone.embedding.float().std())
         self.project = nn.Parameter(torch.zeros(width, 2 * width))
         self.features = nn.Parameter(torch.zeros(width, len(config.feature_layers) * width))
+        self.sampler = SamplerHead(width, config.sampler_size) if config.sampler_size else None
 
-    def forward(self, context: TargetContext, anchors: Tensor, head: Tensor) -> Tensor:
-        """Draft behind each anchor.
+    def forward(
+        self, context: TargetContext, anchors: Tensor, head: Tensor, num_draft_tokens: int
+    ) -> Tensor:
+        """Draft behind each anchor, each slot told the true tokens before it.
+
+        A draft that is wrong in one slot is worthless in the next, so the truth is what a slot
+        sees wherever it counts.
 
         Args:
             context: the sequence.
             anchors: [N] positions; each needs a predecessor.
             head: [V', C] rows of the output head to score.
+            num_draft_tokens: K', masked slots, at most the configuration's K.
 
         Returns:
-            [N, K, V'] logits of the masked slots.
+            [N, K', V'] logits of the masked slots.
         """
-        count = self.config.num_draft_tokens + 1
+        count = num_draft_tokens + 1
         x = self._input(context, anchors, count).flatten(0, 1)  # [N (K+1), C]
         positions = anchors[:, None] + torch.arange(count, device=anchors.device)
         rotation = self._rotation(positions)
@@ -94,9 +123,12 @@ class DraftModel(nn.Module):
         for layer, base, key_value in zip(self.layers, bases, context.key_value, strict=True):
             assert isinstance(layer, DraftLayer)
             x = self._layer(layer, base, x, key_value, rotation, masks[base.window])
-        x = self._rms_norm(x, self.norm).view(len(anchors), count, -1)
-        # Flat rows: a product with a strided batch would copy the whole head.
-        return F.linear(x[:, 1:].flatten(0, 1), head).view(len(anchors), count - 1, -1)
+        x = x.view(len(anchors), count, -1)[:, 1:].flatten(0, 1)  # [N K', C]
+        if self.sampler is not None:
+            before = torch.stack([positions[:, :-1], positions[:, :-1] - 1], dim=-1).flatten(0, 1)
+            tokens = context.tokens[before.clamp(max=len(context.tokens) - 1)]
+            x = self.sampler(x, F.embedding(tokens, self.backbone.embedding))
+        return F.linear(self._rms_norm(x, self.norm), head).view(len(anchors), count - 1, -1)
 
     def _input(self, context: TargetContext, anchors: Tensor, count: int) -> Tensor:
         config, dtype = self.config, self.backbone.dtype
@@ -201,6 +233,8 @@ class DraftModel(nn.Module):
             "project": self.project,
             "features": self.features,
         }
+        if self.sampler is not None:
+            tensors |= {f"sampler.{n}": p for n, p in self.sampler.named_parameters()}
         for offset, layer in enumerate(self.layers):
             index = self.config.entry_layer + offset
             assert isinstance(layer, DraftLayer)

@@ -1,15 +1,18 @@
 """Train a diffusion adapter: anchors of one sequence share one clean pass of the frozen target.
 
 Deterministic and resumable: step n draws its sequences and anchors from (seed, n) alone, so a run
-that was killed goes on as if it had not been. Next: hybrid/training/draft_model.py.
+that was killed goes on as if it had not been. Next: hybrid/training/self_diffusion/draft_model.py.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count as count_from_zero
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +24,19 @@ from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.adapter import DraftConfig, base_shape
 from hybrid.models.loading import load_model
 from hybrid.models.transformer import NativeBackbone
-from hybrid.training.card import write_card
+from hybrid.training.self_diffusion.card import write_card
 from hybrid.training.checkpoint import (
     append_metrics,
     forget_metrics_after,
     load_checkpoint,
     save_checkpoint,
 )
-from hybrid.training.config import SelfDiffusionConfig
-from hybrid.training.context import TargetContext, target_context
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
+from hybrid.training.self_diffusion.context import TargetContext, target_context
 from hybrid.training.data import Example, data_sha256, read_examples
-from hybrid.training.draft_model import DraftModel
-from hybrid.training.export import base_name, save_adapter
+from hybrid.training.recipe import generator
+from hybrid.training.self_diffusion.draft_model import DraftModel
+from hybrid.training.self_diffusion.export import base_name, save_adapter
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -46,7 +50,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     train: list[Example]
     held_out: list[Example]
-    vocabulary: Tensor  # [V'] ids that occur in the responses
+    vocabulary: Tensor  # [V'] ids that the draft chooses among, ascending
     head: Tensor  # [V', C] their rows of the output head
     data_sha256: str
     contexts: dict[int, TargetContext] = field(default_factory=dict)  # by index in `train`
@@ -97,10 +101,18 @@ def train_self_diffusion(config: SelfDiffusionConfig, report: Report = lambda ro
             raise
     adapter = config.output / "adapter"
     save_adapter(
-        adapter, run.model.config, run.model.adapter_tensors(), base_model=base_name(config.model)
+        adapter,
+        run.model.config,
+        {**run.model.adapter_tensors(), **vocabulary_tensor(run)},
+        base_model=base_name(config.model),
     )
     write_card(config.output)
     return adapter
+
+
+def vocabulary_tensor(run: Run) -> dict[str, Tensor]:
+    """Return the draft's vocabulary as a tensor of the adapter; nothing where it is everything."""
+    return {} if run.config.draft_vocab_size is None else {"vocabulary": run.vocabulary.int()}
 
 
 def _prepare(config: SelfDiffusionConfig) -> Run:
@@ -131,6 +143,8 @@ def _prepare(config: SelfDiffusionConfig) -> Run:
         rank=config.rank,
         lora_alpha=config.lora_alpha,
         base=base_shape(backbone),
+        sampler_size=config.sampler_size,
+        draft_vocab_size=config.draft_vocab_size,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -139,8 +153,7 @@ def _prepare(config: SelfDiffusionConfig) -> Run:
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
     train, held_out = examples[:split], examples[split:]
-    vocabulary = torch.tensor(sorted({t for e in examples for t in e.response}))
-    vocabulary = vocabulary.to(backbone.device)
+    vocabulary = draft_vocabulary(train, config.draft_vocab_size).to(backbone.device)
     return Run(
         config, model, optimizer, train, held_out, vocabulary, model.head[vocabulary], sha256
     )
@@ -152,12 +165,14 @@ def _train_step(run: Run) -> dict[str, Any]:
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     run.optimizer.zero_grad(set_to_none=True)
-    draw = torch.Generator().manual_seed(config.seed * 1_000_003 + run.step)
     total = 0.0
-    for _ in range(config.sequences_per_step):
+    for index in range(config.sequences_per_step):
+        draw = generator(config.seed, run.step, index)
+        is_short = bool(torch.rand((), generator=draw) < config.short_share)
+        count = min(config.num_draft_tokens, config.short_draft_tokens if is_short else 1 << 30)
         context = run.context(int(torch.randint(len(run.train), (), generator=draw)))
         anchors = draw_anchors(context, config.anchors_per_sequence, draw)
-        loss = draft_loss(run.model, context, anchors, run.vocabulary, run.head, config.decay)
+        loss = draft_loss(run, context, anchors, count)
         (loss / config.sequences_per_step).backward()  # type: ignore[no-untyped-call]
         total += loss.item() / config.sequences_per_step
     if not math.isfinite(total):
@@ -184,24 +199,51 @@ def draw_anchors(context: TargetContext, count: int, generator: torch.Generator)
     return possible[chosen].sort().values.to(context.tokens.device)
 
 
-def draft_loss(
-    model: DraftModel,
-    context: TargetContext,
-    anchors: Tensor,
-    vocabulary: Tensor,
-    head: Tensor,
-    decay: float,
-) -> Tensor:
-    """Return the cross-entropy of the slots, slot j weighing exp(-(j - 1) / decay).
+def draft_vocabulary(examples: Sequence[Example], size: int | None) -> Tensor:
+    """Return the ids of the `size` most frequent response tokens, ascending; None: of all.
 
-    Slots beyond the end of the sequence count nothing.
+    Where fewer occur, the lowest ids fill up.
     """
-    logits = model(context, anchors, head).float()  # [N, K, V']
-    targets, exists = slot_targets(context, anchors, logits.shape[1])
-    classes = torch.searchsorted(vocabulary, targets)
+    counts = Counter(t for e in examples for t in e.response)
+    ranked = [token for token, _ in counts.most_common(size)]
+    missing = 0 if size is None else size - len(ranked)
+    others = (t for t in count_from_zero() if t not in counts)
+    return torch.tensor(sorted([*ranked, *islice(others, missing)]))
+
+
+def draft_loss(run: Run, context: TargetContext, anchors: Tensor, count: int) -> Tensor:
+    """Return the mean loss of `count` slots behind each anchor, slot j weighing exp(-(j - 1) / decay).
+
+    Slots beyond the end of the sequence count nothing, nor does the cross-entropy with a token
+    that the draft cannot choose.
+    """
+    config, vocabulary = run.config, run.vocabulary
+    logits = run.model(context, anchors, run.head, count).float()  # [N, K, V']
+    targets, exists = slot_targets(context, anchors, count)
+    classes = torch.searchsorted(vocabulary, targets).clamp(max=len(vocabulary) - 1)
+    known = exists & (vocabulary[classes] == targets)
+    weights = torch.exp(-torch.arange(count, device=logits.device) / config.decay)
     losses = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none")
-    weights = torch.exp(-torch.arange(logits.shape[1], device=logits.device) / decay) * exists
-    return (losses.view_as(weights) * weights).sum() / weights.sum()
+    losses = losses.view_as(targets) * known * (1 - config.distillation)
+    if config.distillation > 0:
+        before = (anchors[:, None] + torch.arange(count, device=anchors.device)).clamp(
+            max=len(context.tokens) - 1
+        )
+        law = target_law(run, context)[before - context.first_anchor + 1]
+        soft = -(law * F.log_softmax(logits, dim=-1)).sum(dim=-1)
+        losses = losses + soft * exists * config.distillation
+    return (losses * weights).sum() / (weights * exists).sum()
+
+
+def target_law(run: Run, context: TargetContext) -> Tensor:
+    """Return the target's distribution over the draft's vocabulary after each position.
+
+    Returns:
+        [S - first_anchor + 1, V'], beginning with the position before the first anchor.
+    """
+    backbone = run.model.backbone
+    last = context.hidden[backbone.num_layers - 1][context.first_anchor - 1 :]
+    return F.linear(backbone.rms_norm(last, backbone.norm), run.head).float().softmax(dim=-1)
 
 
 def slot_targets(context: TargetContext, anchors: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -215,26 +257,37 @@ def slot_targets(context: TargetContext, anchors: Tensor, count: int) -> tuple[T
 def evaluate(run: Run) -> dict[str, Any]:
     """Return acceptance by position and expected acceptance length on the held-out sequences.
 
-    Every eighth position of a response is an anchor. The expected acceptance length is 1 plus the
-    mean number of leading slots that equal the target's own tokens, over the whole vocabulary.
+    A response is decoded as the engine would: a draft begins behind the token that the last one
+    ended with. The expected acceptance length is 1 plus the mean number of leading slots that
+    equal the target's own tokens; acceptance by position is the share of drafts that got so far.
     """
     count = run.model.config.num_draft_tokens
-    hits, leading, totals = torch.zeros(3, count, device=run.vocabulary.device)
+    reached, num_drafts = torch.zeros(count), 0
     for example in run.held_out:
         context = target_context(run.model.backbone, run.model.config, example)
-        anchors = torch.arange(context.first_anchor, len(context.tokens) - 1)[::8]
-        anchors = anchors.to(context.tokens.device)
-        predicted = run.model(context, anchors, run.model.head).argmax(dim=-1)
-        targets, exists = slot_targets(context, anchors, count)
-        right = (predicted == targets) & exists
-        hits += right.sum(dim=0)
-        leading += right.long().cumprod(dim=1).sum(dim=0)
-        totals += exists.sum(dim=0)
-    first = max(float(totals[0]), 1.0)
+        lengths = leading_lengths(run, context, count)
+        at = 0
+        while at < len(lengths):
+            reached[: lengths[at]] += 1
+            num_drafts += 1
+            at += lengths[at] + 1
+    shares = reached / max(num_drafts, 1)
     return {
-        "accuracy_by_position": [round(v, 4) for v in (hits / totals.clamp(min=1)).tolist()],
-        "expected_acceptance_length": round(1 + float(leading.sum()) / first, 4),
+        "acceptance_by_position": [round(v, 4) for v in shares.tolist()],
+        "expected_acceptance_length": round(1 + float(shares.sum()), 4),
     }
+
+
+def leading_lengths(run: Run, context: TargetContext, count: int) -> list[int]:
+    """Return how many drafted tokens are right behind each position that has a follower."""
+    lengths: list[int] = []
+    anchors = torch.arange(context.first_anchor, len(context.tokens) - 1)
+    for part in anchors.to(context.tokens.device).split(64):
+        predicted = run.vocabulary[run.model(context, part, run.head, count).argmax(dim=-1)]
+        targets, exists = slot_targets(context, part, count)
+        right = (predicted == targets) & exists
+        lengths += right.long().cumprod(dim=1).sum(dim=1).tolist()
+    return lengths
 
 
 def _save(run: Run) -> None:

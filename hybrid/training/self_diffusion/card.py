@@ -16,9 +16,9 @@ import torch
 from hybrid import __version__
 from hybrid.errors import CheckpointError
 from hybrid.training.checkpoint import read_metrics
-from hybrid.training.config import SelfDiffusionConfig
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 from hybrid.training.data import data_sha256
-from hybrid.training.export import base_name
+from hybrid.training.self_diffusion.export import base_name
 from hybrid.training.files import replacing
 
 _FLAGS = {"data", "output", "model", "steps", "learning_rate", "seed"}  # the others go by --set

@@ -1,0 +1,55 @@
+"""Configuration of the self-diffusion recipe. Next: hybrid/training/self_diffusion/draft_model.py."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from hybrid.training.config import Positive, Rate, TrainConfig
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class SelfDiffusionConfig(TrainConfig):
+    """How a diffusion adapter is trained; the fields of `TrainConfig`, and these.
+
+    Attributes:
+        num_draft_tokens: K masked slots behind the anchor.
+        short_draft_tokens: slots of the steps that train a short draft instead of K.
+        short_share: share of such steps.
+        entry_layer: first layer of the draft pass.
+        feature_layers: layers whose output at the anchor's predecessor enters the draft input.
+        rank: r of the low-rank updates.
+        lora_alpha: scale of the updates is lora_alpha / rank.
+        sampler_size: inner width of the head that makes a slot's choice know the tokens chosen
+            before it (arXiv:2507.11851); 0 is none.
+        draft_vocab_size: the draft chooses among so many tokens, the most frequent in the
+            responses; None is every token that occurs there.
+        anchors_per_sequence: draft passes trained per sequence and step; they share one clean
+            context.
+        decay: the loss of slot j weighs exp(-(j - 1) / decay).
+        distillation: weight of the KL divergence from the target's distribution; the
+            cross-entropy with its tokens has the rest.
+        keep_contexts: keep what the target computed of each sequence in memory (about 12 KiB per
+            token of the default model) instead of computing it again.
+    """
+
+    num_draft_tokens: Positive = 8
+    short_draft_tokens: Positive = 3
+    short_share: _Share = 0.0
+    entry_layer: Positive = 20
+    feature_layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (
+        2,
+        10,
+        19,
+        28,
+    )
+    rank: Positive = 32
+    lora_alpha: Rate = 32.0
+    sampler_size: Annotated[int, Field(ge=0)] = 768
+    draft_vocab_size: Positive | None = None
+    anchors_per_sequence: Positive = 32
+    decay: Rate = 4.0
+    distillation: _Share = 0.0
+    keep_contexts: bool = False
