@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "hybrid.cli.generate:generate",
     "chat": "hybrid.cli.chat:chat",
     "bench": "hybrid.cli.bench:bench",
+    "data": "hybrid.cli.data:app",
     "train": "hybrid.cli.train:app",
     "models": "hybrid.cli.models:app",
     "doctor": "hybrid.cli.doctor:doctor",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fakes import BYTES
+from fakes import BYTES, EOS
 
 from hybrid.errors import ConfigError
 from hybrid.training.data import Example, data_sha256, read_examples
@@ -30,7 +30,47 @@ def test_reads_texts_through_the_chat_template(tmp_path: Path) -> None:
     path.write_text(line)
     (example,) = read_examples(path, vocab_size=300, max_length=80, tokenizer=BYTES)
     assert list(example.prompt) == BYTES.chat([{"role": "user", "content": "hi"}])
-    assert BYTES.decode(example.response) == "yes"
+    assert list(example.response) == [*BYTES.encode("yes"), EOS]
+
+
+def texts(path: Path, row: dict[str, object]) -> list[Example]:
+    path.write_text(json.dumps(row))
+    return read_examples(path, vocab_size=300, max_length=80, tokenizer=BYTES)
+
+
+def test_a_response_that_was_cut_has_no_eos(tmp_path: Path) -> None:
+    row = {"prompt": "hi", "response": "yes", "finish_reason": "length"}
+    assert list(texts(tmp_path / "d", row)[0].response) == BYTES.encode("yes")
+    row["finish_reason"] = "stop"
+    assert texts(tmp_path / "d", row)[0].response[-1] == EOS
+
+
+def test_reads_messages(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "x"}, {"role": "user", "content": "hi"}]
+    (example,) = texts(tmp_path / "d", {"messages": chat, "response": "yes"})
+    assert list(example.prompt) == BYTES.chat(chat)
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"response": "yes"}, "line 1: expected an object with ids"),
+        ({"prompt": "hi"}, "line 1: expected an object with ids"),
+        ({"prompt": " ", "response": "yes"}, "line 1: got no prompt"),
+        ({"prompt": "hi", "response": ""}, "line 1: got an empty response"),
+        ({"prompt": "hi", "response": " \n"}, "line 1: got an empty response"),
+        ({"prompt": "hi", "response": ["yes"]}, "line 1: expected an object with ids"),
+        ({"prompt": 7, "response": "yes"}, "line 1: got a int"),
+        ({"prompt": "hi", "response": "\ud800"}, "line 1: .*surrogate"),
+    ],
+)
+def test_bad_texts_are_named(tmp_path: Path, row: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        texts(tmp_path / "d", row)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    assert read(tmp_path / "d", b"\xef\xbb\xbf" + b'{"p": [1], "r": [3, 4]}')[0].prompt == (1,)
 
 
 def test_a_line_separator_inside_a_text_is_no_line_end(tmp_path: Path) -> None:
@@ -48,8 +88,10 @@ GOOD = '{"p": [1], "r": [2, 3]}\n'
     ("bad", "match"),
     [
         ('{"p": [1], "r"', "line 2: not JSON"),
-        ("[1, 2]", "line 2: expected an object with ids"),
-        ("7", "line 2: expected an object"),
+        ("[1, 2]", "line 2: expected an object, got list"),
+        ("7", "line 2: expected an object, got int"),
+        ("{}", "line 2: expected an object with ids"),
+        ("[" * 100_000, "line 2: not JSON"),
         ('{"p": [1]}', "line 2: expected an object"),
         ('{"prompt": "no", "response": "tokenizer"}', "line 2: expected .* with a tokenizer"),
         ('{"p": [], "r": [2, 3]}', "line 2: got 0 prompt and 2 response tokens"),
