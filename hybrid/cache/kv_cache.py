@@ -14,15 +14,17 @@ from torch import Tensor
 
 from hybrid.cache.rows import Rows
 from hybrid.errors import CapacityError
+from hybrid.kernels.block_attention import KEY_TILE
 
 
 class KVCache(Rows):
     """Keys and values of B rows, [L, 2, B, G, S, D], allocated once.
 
     Attributes:
-        data: the tensor.
+        data: the tensor. What lies beyond a row's scratch is masked by whoever reads it, and
+            always finite.
         lengths: committed positions per row.
-        capacity: S.
+        capacity: the most positions of a row; S is the next multiple of `KEY_TILE`.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class KVCache(Rows):
             CapacityError: the device has not enough memory.
         """
         super().__init__(batch, capacity)
-        shape = (num_layers, 2, batch, num_kv_heads, capacity, head_dim)
+        shape = (num_layers, 2, batch, num_kv_heads, padded(capacity), head_dim)
         try:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, MemoryError) as error:
@@ -88,7 +90,10 @@ class KVCache(Rows):
         self.data[layer, :, row, :, start:end] = key_value
 
     def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return views of the first `length` positions, scratch included: K, V [G, length, D]."""
+        """Return views of the first `length` positions, scratch included: K, V [G, length, D].
+
+        `length` may reach up to `padded(capacity)`.
+        """
         pair = self.data[layer, :, row, :, :length]
         return pair[0], pair[1]
 
@@ -128,6 +133,12 @@ class KVCache(Rows):
     def free(self, row: int) -> None:
         """Empty the row."""
         self.lengths[row] = 0
+        self.data[:, :, row].zero_()  # the next request must not read a NaN behind its mask
+
+
+def padded(length: int) -> int:
+    """Return `length` rounded up to whole tiles of keys."""
+    return -(-length // KEY_TILE) * KEY_TILE
 
 
 def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.attention.pattern import AttentionPattern
-from hybrid.cache.kv_cache import KVCache
+from hybrid.cache.kv_cache import KVCache, padded
 from hybrid.errors import CheckpointError
-from hybrid.kernels.block_attention import block_attention
+from hybrid.kernels.block_attention import block_attention, token_attention
 from hybrid.models.checkpoint import Weight
 from hybrid.models.linear import Linear, make_linear
 from hybrid.models.rope import Rope
@@ -94,7 +94,7 @@ class NativeBackbone:
         """Bytes that `new_cache` will take."""
         s = self.spec
         per_token = s.num_layers * 2 * s.num_kv_heads * s.head_dim * self.dtype.itemsize
-        return batch * max_len * per_token
+        return batch * padded(max_len) * per_token
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """Allocate a cache of `batch` rows and `max_len` positions."""
@@ -189,9 +189,9 @@ class _Attention:
         self.cos = torch.cat([cos, cos], dim=-1).to(dtype).flatten(0, 1)[:, None]  # [B*T, 1, D]
         self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).flatten(0, 1)[:, None]
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-        # Attention rounds differently when the number of keys in a call differs. A verify pass
-        # that asks token by token gives the bits of AR decoding, in any precision, and is no
-        # slower on a CPU; a prefill is too wide for that.
+        # Attention rounds differently by the number of queries and keys in a product. A verify
+        # pass in which each token is a product of its own gives the bits of AR decoding, in any
+        # precision, and is no slower on a CPU; a prefill is too wide for that.
         self.token_by_token = pattern.is_causal and not prefill and backbone.device.type == "cpu"
 
     def __call__(self, layer: Layer, index: int, qkv: Tensor) -> Tensor:
@@ -205,33 +205,28 @@ class _Attention:
             pair = own[:, s.num_heads :].view(self.num_tokens, 2, s.num_kv_heads, s.head_dim)
             self.cache.write(index, row, pair.permute(1, 2, 0, 3))
             prefix = self.pattern.row_prefix(batch_row)
-            keys, values = self._keys(index, row, prefix, pair)
-            query = own[:, : s.num_heads]
+            width = prefix + self.num_tokens
             if self.token_by_token:
-                outs += self._each_token(query, keys, values, prefix, layer.window)
+                width = padded(width)
+            keys, values = self._keys(index, row, prefix, pair, width)
+            query, mask = own[:, : s.num_heads], self._mask(batch_row, layer.window, width)
+            if self.token_by_token:
+                assert mask is not None
+                outs.append(token_attention(query, keys, values, mask, prefix + 1))
             else:
-                mask = self._mask(batch_row, layer.window)
                 outs.append(block_attention(query, keys, values, mask))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _each_token(
-        self, query: Tensor, keys: Tensor, values: Tensor, prefix: int, window: int | None
-    ) -> list[Tensor]:
-        """Attend as AR decoding would have, one call a token: same keys, so the same bits."""
-        outs = []
-        for token in range(self.num_tokens):
-            end = prefix + token + 1
-            start = 0 if window is None else max(0, end - window)
-            seen = slice(start, end)
-            outs.append(block_attention(query[token, None], keys[:, seen], values[:, seen], None))
-        return outs
-
-    def _keys(self, index: int, row: int, prefix: int, pair: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys(
+        self, index: int, row: int, prefix: int, pair: Tensor, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return K, V [G, width, D]: the visible prefix, the new tokens, and whatever follows."""
         if prefix == self.cache.lengths[row]:
-            return self.cache.read(index, row, prefix + self.num_tokens)
+            return self.cache.read(index, row, width)
         # A pass that hides part of the cache: the visible prefix and the new tokens, side by side.
         keys, values = self.cache.read(index, row, prefix)
-        new_keys, new_values = pair.permute(1, 2, 0, 3)
+        new = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, width - prefix - self.num_tokens))
+        new_keys, new_values = new.permute(1, 2, 0, 3)
         return torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1)
 
     def _rotate(self, layer: Layer, qkv: Tensor) -> None:
@@ -246,18 +241,25 @@ class _Attention:
         swapped = rotated.roll(s.head_dim // 2, dims=-1)
         torch.addcmul(rotated * self.cos, swapped, self.sin, out=rotated)
 
-    def _mask(self, batch_row: int, window: int | None) -> Tensor | None:
+    def _mask(self, batch_row: int, window: int | None, width: int) -> Tensor | None:
+        """Return what `block_attention` or `token_attention` takes, computed once per pass."""
         key = (batch_row, window)
         if key not in self._masks:
             visible = self.pattern.row_mask(batch_row, window=window)
-            self._masks[key] = None if visible is None else self._additive(visible)
+            is_open = visible is None and not self.token_by_token
+            self._masks[key] = None if is_open else self._additive(batch_row, visible, width)
         return self._masks[key]
 
-    def _additive(self, visible: Tensor) -> Tensor:
-        backbone = self.backbone
-        mask = torch.zeros(visible.shape, dtype=backbone.dtype, device=backbone.device)
-        mask.masked_fill_(~visible.to(backbone.device), float("-inf"))
-        return mask.repeat(backbone.spec.num_heads // backbone.spec.num_kv_heads, 1)
+    def _additive(self, batch_row: int, visible: Tensor | None, width: int) -> Tensor:
+        backbone, num_seen = self.backbone, self.pattern.row_prefix(batch_row) + self.num_tokens
+        per_group = backbone.spec.num_heads // backbone.spec.num_kv_heads
+        mask = torch.zeros(self.num_tokens, width, dtype=backbone.dtype, device=backbone.device)
+        mask[:, num_seen:] = float("-inf")
+        if visible is not None:
+            mask[:, :num_seen].masked_fill_(~visible.to(backbone.device), float("-inf"))
+        if self.token_by_token:
+            return mask[:, None, None].expand(-1, 1, per_group, -1).contiguous()
+        return mask.repeat(per_group, 1)
 
 
 class _Weights:

@@ -1,5 +1,10 @@
 """Attention of new tokens over a dense cached prefix and a masked local part."""
 
-from hybrid.kernels.block_attention.reference import block_attention, dense_mask_attention
+from hybrid.kernels.block_attention.reference import (
+    KEY_TILE,
+    block_attention,
+    dense_mask_attention,
+    token_attention,
+)
 
-__all__ = ["block_attention", "dense_mask_attention"]
+__all__ = ["KEY_TILE", "block_attention", "dense_mask_attention", "token_attention"]

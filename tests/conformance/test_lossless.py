@@ -141,7 +141,7 @@ def test_committed_cache_equals_a_fresh_prefill_after_every_step(family, drafter
             fresh = backbone.new_cache(1, length)
             forward(backbone, [row.tokens[:length]], fresh, [0], write=Write.COMMIT)
             ours = engine.cache.data[:, :, row.row, :, :length]
-            torch.testing.assert_close(ours, fresh.data[:, :, 0], rtol=0, atol=1e-5)
+            torch.testing.assert_close(ours, fresh.data[:, :, 0, :, :length], rtol=0, atol=1e-5)
         assert record.rows
     assert steps > len(PROMPTS)
     assert engine.cache.lengths == [0] * len(PROMPTS)

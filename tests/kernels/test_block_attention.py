@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from hybrid.attention.pattern import bidirectional, block_causal, causal, one_pass, padded, tree
-from hybrid.kernels.block_attention import block_attention, dense_mask_attention
+from hybrid.kernels.block_attention import (
+    KEY_TILE,
+    block_attention,
+    dense_mask_attention,
+    token_attention,
+)
 
 # The error of one float32 or bfloat16 softmax-weighted mean of values of size 1.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -144,3 +149,44 @@ def test_any_memory_order_of_torchs_kernel_will_do(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", transposed)
     for count, want in zip((1, 3), expected, strict=True):
         assert torch.equal(block_attention(query[:count], key, value, None), want)
+
+
+def each_token(query, key, value, prefix, width):
+    """Run `token_attention` causally over `width` keys, those behind a token masked."""
+    num_tokens, heads, _ = query.shape
+    seen = torch.arange(width) <= prefix + torch.arange(num_tokens)[:, None]
+    mask = torch.zeros(num_tokens, width, dtype=query.dtype).masked_fill(~seen, float("-inf"))
+    mask = mask[:, None, None].expand(-1, 1, heads // key.shape[0], -1).contiguous()
+    return token_attention(query, key[:, :width], value[:, :width], mask, prefix + 1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "P{}-T{}-H{}-G{}-D{}".format(*s))
+def test_token_attention_equals_the_twin(shape, dtype):
+    prefix, num_tokens, heads, groups, dim = shape
+    query, key, value = tensors(*shape, dtype)
+    width = -(-(prefix + num_tokens) // KEY_TILE) * KEY_TILE
+    room = (0, 0, 0, width - key.shape[1])
+    keys, values = (torch.nn.functional.pad(t, room, value=9.0) for t in (key, value))
+    out = each_token(query, keys, values, prefix, width)
+    seen = visible_of(causal([prefix], num_tokens), prefix, num_tokens)
+    expected = dense_mask_attention(query, key, value, seen)
+    assert out.shape == (num_tokens, heads * dim)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim"), [(9, 3, 64), (4, 4, 16), (6, 1, 80), (8, 2, 128)]
+)
+def test_a_tokens_bits_are_its_own(heads, groups, dim, dtype):
+    """Whatever stands beside it and however many keys lie masked behind it."""
+    for prefix in (0, 1, 14, 15, 16, 40, 130, 185, 255, 300, 511):
+        shape = (prefix + 32, 8, heads, groups, dim)
+        query, key, value = tensors(*shape, dtype, seed=prefix)
+        width = -(-(prefix + 8) // KEY_TILE) * KEY_TILE
+        together = each_token(query, key, value, prefix, width)
+        for token in range(8):
+            own = -(-(prefix + token + 1) // KEY_TILE) * KEY_TILE
+            alone = each_token(query[token : token + 1], key, value, prefix + token, own)
+            assert torch.equal(together[token], alone[0]), f"prefix {prefix}, token {token}"

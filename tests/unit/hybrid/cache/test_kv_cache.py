@@ -7,6 +7,7 @@ import torch
 
 from hybrid.cache.kv_cache import KVCache
 from hybrid.errors import CapacityError
+from hybrid.kernels.block_attention import KEY_TILE
 
 LAYERS, GROUPS, DIM = 2, 2, 3
 
@@ -143,7 +144,7 @@ def test_read_gives_views():
 
 def test_memory_is_known_and_taken_once():
     cache = make(batch=3, capacity=5)
-    assert cache.nbytes == LAYERS * 2 * 3 * GROUPS * 5 * DIM * 4
+    assert cache.nbytes == LAYERS * 2 * 3 * GROUPS * KEY_TILE * DIM * 4, "whole tiles of keys"
     before = cache.data.data_ptr()
     write(cache, 0, [1, 2, 3])
     cache.gather(0, [1, 2])
