@@ -55,7 +55,7 @@ class HybridDecoder:
         tokenizer: Tokenizer | None = None,
         *,
         adapter: DiffusionAdapter | None = None,
-        drafter: str | Drafter | None = None,
+        drafter: str | Path | Drafter | None = None,
         verifier: str | Verifier = "auto",
         num_draft_tokens: int | None = None,
         model_name: str = "model",
@@ -66,8 +66,9 @@ class HybridDecoder:
             backbone: the target.
             tokenizer: text in, text out.
             adapter: lets the backbone draft for itself.
-            drafter: of strategy "speculative": a name, an object, or None for self-diffusion where
-                there is an adapter and n-gram lookup otherwise.
+            drafter: of strategy "speculative": a name, an object, the folder of a DFlash drafter (a
+                `Path` or "dflash:FOLDER"), or None for self-diffusion where there is an adapter
+                and n-gram lookup otherwise.
             verifier: a name or an object; "auto" is greedy for temperature 0, else rejection
                 sampling. Both are lossless.
             num_draft_tokens: K; None is the drafter's own (`preferred_draft_tokens` where it has
@@ -87,9 +88,16 @@ class HybridDecoder:
         self._num_draft_tokens = num_draft_tokens
         if drafter is None:
             drafter = "self-diffusion" if adapter is not None else "ngram"
-        self._drafter = drafter
+        if isinstance(drafter, str) and drafter.startswith("dflash:"):
+            drafter = Path(drafter.removeprefix("dflash:"))
+        if isinstance(drafter, Path):
+            load = registry.load("drafter", "dflash").from_pretrained
+            self._drafter: str | Drafter = load(backbone, drafter)
+        else:
+            self._drafter = drafter
         self._verifier = verifier
-        most = self._make_drafter(drafter).max_draft_tokens  # fails now, not at the first request
+        # Fails now, not at the first request.
+        most = self._make_drafter(self._drafter).max_draft_tokens
         if num_draft_tokens is not None and 0 < most < num_draft_tokens:
             raise ConfigError(
                 f"num_draft_tokens: got {num_draft_tokens}, expected at most {most}, "
@@ -112,7 +120,7 @@ class HybridDecoder:
         device: str = "auto",
         dtype: str = "auto",
         adapter: str | Path | None = None,
-        drafter: str | Drafter | None = None,
+        drafter: str | Path | Drafter | None = None,
         verifier: str | Verifier = "auto",
         num_draft_tokens: int | None = None,
         exact: bool = False,
@@ -341,13 +349,18 @@ class HybridDecoder:
         make = registry.load("drafter", drafter)
         if drafter == "ngram" and self._num_draft_tokens is not None:
             return make(max_draft_tokens=self._num_draft_tokens)
-        if drafter == "self-diffusion":
+        if drafter in {"self-diffusion", "combined"}:
             if self.adapter is None:
                 raise ConfigError(
-                    f"drafter 'self-diffusion': {self.model_name} has no diffusion adapter. Give "
+                    f"drafter {drafter!r}: {self.model_name} has no diffusion adapter. Give "
                     "adapter=FOLDER (see `hybrid train self-diffusion`) or use drafter='ngram'."
                 )
             return make(self.backbone, self.adapter)
+        if drafter == "dflash":
+            raise ConfigError(
+                "drafter 'dflash': expected its folder, drafter='dflash:FOLDER' (see `hybrid train "
+                "dflash`)."
+            )
         return make()
 
     def _make_verifier(self, params: SamplingParams) -> Verifier:

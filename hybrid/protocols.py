@@ -200,6 +200,32 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class ContextDrafter(Drafter, Protocol):
+    """A drafter with a context of its own: it is handed the taps of every token that is cached.
+
+    Whatever has `absorb` is one. For the others the taps in `DraftState.hidden` are enough.
+    """
+
+    def absorb(
+        self,
+        cache: Cache,
+        rows: Sequence[int],
+        hidden: dict[int, Tensor],
+        num_tokens: Sequence[int],
+    ) -> None:
+        """Take in the tokens that have just joined the cache: the chunks of a prompt, each step's.
+
+        Args:
+            cache: of this call, by whose identity concurrent calls are told apart; the tokens are
+                the last `num_tokens[b]` of `cache.lengths[rows[b]]`.
+            rows: cache row of each batch row.
+            hidden: {layer: [B, T, C]} taps of the pass that wrote them.
+            num_tokens: how many leading tokens of each batch row joined; the rest was rejected.
+        """
+        ...
+
+
+@runtime_checkable
 class Verifier(Protocol):
     """Accepts a prefix of a proposal. Knows neither the drafter nor the model.
 

@@ -19,6 +19,8 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "none": "hybrid.drafters.none:NoDrafter",
         "ngram": "hybrid.drafters.ngram:NgramDrafter",
         "self-diffusion": "hybrid.drafters.self_diffusion:SelfDiffusionDrafter",
+        "combined": "hybrid.drafters.combined:CombinedDrafter",
+        "dflash": "hybrid.drafters.dflash:DFlashDrafter",
     }
 )
 VERIFIERS: Mapping[str, str] = MappingProxyType(

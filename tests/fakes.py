@@ -4,6 +4,7 @@ tiny random models behind the real backbone.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ from hybrid.attention.pattern import AttentionPattern
 from hybrid.decode.step import Engine
 from hybrid.decode.stopping import StopRule
 from hybrid.decoder import HybridDecoder
+from hybrid.drafters.dflash import DFlashDrafter
 from hybrid.models.adapter import (
     ATTENTION,
     MLP,
@@ -54,6 +56,7 @@ from hybrid.models.adapter import (
     base_shape,
 )
 from hybrid.models.checkpoint import open_checkpoint
+from hybrid.models.dflash import DFlashModel, DFlashSpec
 from hybrid.models.families import spec_from_config
 from hybrid.models.tiny import byte_tokenizer, tiny_checkpoint
 from hybrid.models.tokenizer import Tokenizer
@@ -253,13 +256,38 @@ def random_adapter(
     return DiffusionAdapter(backbone, config, tensors)
 
 
+def random_dflash(
+    backbone: NativeBackbone, block_size: int = 8, seed: int = 0, **fields: Any
+) -> DFlashDrafter:
+    """Return an untrained DFlash drafter for a backbone of at least two layers."""
+    spec = backbone.spec
+    own: dict[str, Any] = {
+        "mask_token_id": spec.vocab_size - 1,
+        "target_layer_ids": (0, spec.num_layers - 2),
+        "num_layers": 2,
+        "windows": (None, None),
+        **fields,
+    }
+    copied = {
+        f.name: getattr(spec, f.name)
+        for f in dataclasses.fields(DFlashSpec)
+        if hasattr(spec, f.name)
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DFlashModel(DFlashSpec(**{**copied, "block_size": block_size, **own}))
+    return DFlashDrafter(backbone, model)
+
+
 # Putting it together
 
 
 def decoder(backbone: Any, drafter: Any = "ngram", **kwargs: Any) -> HybridDecoder:
     """Return a decoder on token ids."""
-    if drafter == "self-diffusion":
+    if drafter in {"self-diffusion", "combined"}:
         kwargs["adapter"] = random_adapter(backbone)
+    if drafter == "dflash":
+        drafter = random_dflash(backbone)
     return HybridDecoder(backbone, drafter=drafter, **kwargs)
 
 

@@ -68,6 +68,23 @@ def observe_or_nothing(engine: Engine, record: StepRecord) -> None:
         _warn(engine, error)
 
 
+def absorb_or_nothing(
+    engine: Engine, rows: Sequence[int], hidden: dict[int, Tensor], num_tokens: Sequence[int]
+) -> None:
+    """Hand a drafter that wants it what has just joined the cache; see `ContextDrafter.absorb`.
+
+    Warns:
+        DrafterWarning: it raised; once per call of `generate` or `stream`.
+    """
+    absorb = getattr(engine.drafter, "absorb", None)
+    if absorb is None:
+        return
+    try:
+        absorb(engine.cache, rows, hidden, num_tokens)
+    except Exception as error:  # noqa: BLE001 - as above
+        _warn(engine, error)
+
+
 def _warn(engine: Engine, error: Exception) -> None:
     if engine.drafter_failed:
         return

@@ -12,7 +12,7 @@ import torch
 
 from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row
-from hybrid.decode.fallback import empty_proposal, reset_or_nothing
+from hybrid.decode.fallback import absorb_or_nothing, empty_proposal, reset_or_nothing
 from hybrid.decode.step import Engine, decode_step, keep_taps, transform_and_verify
 from hybrid.protocols import ForwardOutput
 from hybrid.types import Mode, SequenceState, StepRecord, Write
@@ -57,6 +57,7 @@ def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, t
     num_forwards = 0
     out = ForwardOutput(None)
     size = engine.backbone.prefill_chunk
+    wants_all = hasattr(engine.drafter, "absorb")
     for start in range(0, prompt.shape[1], size):
         chunk = prompt[:, start : start + size]
         is_last = start + chunk.shape[1] == prompt.shape[1]
@@ -68,9 +69,10 @@ def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, t
             [row.row],
             write=Write.COMMIT,
             num_logits=1 if is_last else 0,
-            taps=engine.drafter.taps if is_last else (),
+            taps=engine.drafter.taps if is_last or wants_all else (),
         )
         num_forwards += 1
+        absorb_or_nothing(engine, [row.row], out.hidden, [chunk.shape[1]])
     assert out.logits is not None
     forwarded = time.perf_counter()
     # The step's own verdict and commit, with nothing drafted.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row
-from hybrid.decode.fallback import draft_or_nothing, observe_or_nothing
+from hybrid.decode.fallback import absorb_or_nothing, draft_or_nothing, observe_or_nothing
 from hybrid.decode.stopping import StopRule
 from hybrid.protocols import Backbone, Cache, Drafter, DraftState, Router, Verifier
 from hybrid.sampling import process_logits
@@ -76,6 +76,9 @@ def decode_step(engine: Engine) -> StepRecord:
     for row, step in zip(rows, steps, strict=True):
         # K/V of the anchor and of all but the last committed token, which is the next anchor.
         engine.cache.commit(row.row, len(step.tokens))
+    absorb_or_nothing(
+        engine, [row.row for row in rows], out.hidden, [len(step.tokens) for step in steps]
+    )
     record = StepRecord(
         mode=Mode.SPECULATIVE if max(proposal.num_tokens) > 0 else Mode.AR,
         rows=tuple(steps),

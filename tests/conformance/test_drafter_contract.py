@@ -9,6 +9,7 @@ from fakes import (
     UniformDrafter,
     make_engine,
     random_adapter,
+    random_dflash,
     random_prompts,
     sometimes_wrong,
     tiny_backbone,
@@ -38,8 +39,11 @@ BACKBONE = tiny_backbone("llama")
 def make(name):
     if name in FAKES:
         return FAKES[name]()
+    if name == "dflash":
+        return random_dflash(BACKBONE)
     kind = registry.load("drafter", name)
-    return kind(BACKBONE, random_adapter(BACKBONE)) if name == "self-diffusion" else kind()
+    needs_adapter = name in {"self-diffusion", "combined"}
+    return kind(BACKBONE, random_adapter(BACKBONE)) if needs_adapter else kind()
 
 
 def started(drafter, params, prompts=PROMPTS):
@@ -161,7 +165,7 @@ def test_a_reset_drafter_proposes_the_same_again(name, mode):
 
 def test_a_point_mass_follows_no_stream():
     """A greedy draft without probabilities draws nothing, so that a seed means the same with it."""
-    for name in ("none", "ngram", "self-diffusion"):
+    for name in ("none", "ngram", "self-diffusion", "dflash"):
         drafter = make(name)
         rows, state = started(drafter, MODES["greedy"])
         before = [row.generator.get_state() for row in rows]

@@ -1,0 +1,107 @@
+"""Write a drafter's folder: config.json and weights that other engines load, and the card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from hybrid import __version__
+from hybrid.models.dflash import DFlashModel
+from hybrid.models.dflash_files import dflash_config
+from hybrid.models.store import DEFAULT_NAME
+from hybrid.training.checkpoint import read_metrics
+from hybrid.training.dflash.config import DFlashConfig
+from hybrid.training.files import replacing, write_json
+
+_TEMPLATE = """---
+base_model: {base}
+tags: [hybrid-decoder, speculative-decoding, dflash]
+---
+
+# DFlash drafter for {base}
+
+A network of {num_layers} layers that drafts {count} tokens in one pass, from what {base} computes
+at its layers {ids}. {base} verifies the draft: its answers stay its own. Embedding and head are
+those of {base}, the mask is its token {mask_token_id}.
+
+    HybridDecoder.from_pretrained(MODEL, drafter="dflash:this folder")
+
+The layout is the public one, so other engines load the folder unchanged:
+`--speculative-config '{{"method": "dflash", "model": FOLDER, "num_speculative_tokens": {count}}}'`
+in vLLM.
+
+## Acceptance on {num_eval} held-out examples
+
+Share of drafts that equal {base}'s own tokens up to each position. Expected acceptance length
+(leading right tokens, plus the one that {base} adds): **{length}**.
+
+| {header} |
+|{rule}|
+| {shares} |
+
+## How to make it
+
+`hybrid train dflash --config config.json`, hybrid-decoder {version}, with data of SHA-256
+`{sha256}` and this configuration:
+
+```json
+{config}
+```
+"""
+
+
+def save_dflash(folder: Path, model: DFlashModel, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write config.json and model.safetensors; each appears whole or not at all.
+
+    Args:
+        folder: created if need be.
+        model: the drafter.
+        dtype: of the tensors on disk.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    tensors = {n: t.detach().to("cpu", dtype).contiguous() for n, t in model.state_dict().items()}
+    with replacing(folder / "model.safetensors") as part:
+        # Not save_file: its files are readable by their owner alone.
+        part.write_bytes(save(tensors, metadata={"format": "pt"}))
+    write_json(folder / "config.json", dflash_config(model.spec, dtype))
+
+
+def export_dflash(folder: Path, config: DFlashConfig, model: DFlashModel, sha256: str) -> None:
+    """Write the drafter, and a card from the run's last evaluation.
+
+    Raises:
+        CheckpointError: as `save_dflash`.
+    """
+    save_dflash(folder, model, getattr(torch, config.export_dtype))
+    with replacing(folder / "README.md") as part:
+        part.write_text(_card(config, model, sha256), encoding="utf-8")
+
+
+def _card(config: DFlashConfig, model: DFlashModel, sha256: str) -> str:
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude={"output"})
+    for name in values.keys() & {"data", "model"}:
+        values[name] = Path(values[name]).name
+    rows = [row for row in read_metrics(config.output) if "acceptance_by_position" in row]
+    last = rows[-1] if rows else {}
+    shares = last.get("acceptance_by_position", [])
+    spec = model.spec
+    return _TEMPLATE.format(
+        base="SmolLM2-135M-Instruct" if config.model == DEFAULT_NAME else Path(config.model).name,
+        num_layers=spec.num_layers,
+        count=spec.block_size - 1,
+        ids=", ".join(map(str, spec.target_layer_ids)),
+        mask_token_id=spec.mask_token_id,
+        num_eval=config.num_eval_sequences,
+        length=last.get("expected_acceptance_length", "not measured"),
+        header=" | ".join(str(i + 1) for i in range(len(shares))),
+        rule="|".join("---" for _ in shares),
+        shares=" | ".join(f"{100 * share:.0f} %" for share in shares),
+        version=__version__,
+        sha256=sha256,
+        config=json.dumps(values, indent=2),
+    )
