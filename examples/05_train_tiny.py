@@ -7,8 +7,9 @@ from pathlib import Path
 
 from hybrid import HybridDecoder
 from hybrid.models.tiny import tiny_checkpoint
-from hybrid.training.config import SelfDiffusionConfig
-from hybrid.training.trainer import train_self_diffusion
+from hybrid.training.loop import train
+from hybrid.training.recipes import build
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -32,7 +33,8 @@ if __name__ == "__main__":
         entry_layer=entry, feature_layers=(0,), rank=8, steps=args.steps, warmup_steps=5,
         learning_rate=1e-2, num_eval_sequences=4, eval_every=50, keep_contexts=True,
     )  # fmt: skip
-    adapter = train_self_diffusion(config, lambda row: print(f"{row['step']}: {row['loss']}"))
+    recipe = build("self-diffusion", config)
+    adapter = train(recipe, lambda row: print(f"{row['step']}: {row['loss']}"))
     trained = HybridDecoder.from_pretrained(model, dtype="bfloat16", adapter=adapter)
     result = trained.generate("2 and 3", max_new_tokens=32)
     print(f"acceptance length {result.stats.acceptance_length:.2f}, adapter in {adapter}")

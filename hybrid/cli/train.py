@@ -1,42 +1,61 @@
-"""``hybrid train``: teach a model to draft for itself. stdout holds the adapter's folder alone."""
+"""``hybrid train``: one command per recipe. stdout holds the folder of what was trained alone."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from hybrid.cli.options import progress_bar
-from hybrid.errors import ConfigError
-from hybrid.training.config import SelfDiffusionConfig
+from hybrid.errors import ConfigError, did_you_mean
+from hybrid.training import recipes
 
-app = typer.Typer(no_args_is_help=True)
+if TYPE_CHECKING:
+    from hybrid.training.config import TrainConfig
 
 _EXAMPLES = """Examples:
 
-  hybrid train self-diffusion --data selfgen.jsonl --output run
+  hybrid train {recipe} --data answers.jsonl --output run
 
-  hybrid train self-diffusion --config run.yaml --set rank=16 --set feature_layers=2,10,19,28
+  hybrid train {recipe} --config run.yaml --set seed=1 --set precision=float32
+
+  accelerate launch -m hybrid train {recipe} --config run.yaml
 
 The same command goes on where a stopped run was saved last.
 """
 _LINE_EVERY = 50  # steps, where there is no terminal
 
 
-@app.callback()
-def _train() -> None:
-    """Train what drafts for a model."""  # a callback keeps the lone command's name
+class _Recipes(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the recipe."""
+        if args and args[0] not in self.commands:
+            ctx.fail(f"Unknown recipe {args[0]!r}.{did_you_mean(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
 
 
-@app.command("self-diffusion", epilog=_EXAMPLES)
-def self_diffusion(
+class _RecipeCommand(TyperCommand):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Describe the recipe's fields as well; only now is its configuration imported."""
+        self.epilog = f"{_EXAMPLES.format(recipe=self.name)}\n\n{_fields(self.name or '')}"
+        super().format_help(ctx, formatter)
+
+
+app = typer.Typer(cls=_Recipes, no_args_is_help=True, help="Train what drafts for a model.")
+
+
+def _train(
+    context: typer.Context,
     data: Annotated[
         Path | None, typer.Option(help="JSON lines with p and r (ids), or prompt and response.")
     ] = None,
@@ -46,7 +65,7 @@ def self_diffusion(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak; falls to 0.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same adapter.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same result.")] = None,
     settings: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Any other field; repeatable.")
     ] = [],  # noqa: B006 - typer copies it
@@ -54,7 +73,6 @@ def self_diffusion(
         Path | None, typer.Option(help="YAML or JSON file of fields; flags go before it.")
     ] = None,
 ) -> None:
-    """Train a diffusion adapter on the model's own answers, from the last checkpoint if any."""
     flags = {
         "data": data,
         "output": output,
@@ -69,21 +87,52 @@ def self_diffusion(
     for name in ("data", "output"):
         if name not in values:
             raise ConfigError(f"{name}: got nothing, expected a path. Give --{name} PATH.")
-    _run(SelfDiffusionConfig(**values))
+    recipe = str(context.info_name)
+    _run(recipe, recipes.config_class(recipe)(**values))
 
 
-def _run(config: SelfDiffusionConfig) -> None:
+for _name, _entry in recipes.RECIPES.items():
+    app.command(_name, cls=_RecipeCommand, help=_entry.about)(_train)
+
+
+def _fields(recipe: str) -> str:
+    """Return the fields with their defaults and what the docstrings say, a paragraph each."""
+    from rich.markup import escape
+
+    found = recipes.config_class(recipe)
+    texts: dict[str, str] = {}
+    for cls in found.__mro__:
+        listed = inspect.getdoc(cls) or ""
+        _, _, attributes = listed.partition("Attributes:\n")
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.MULTILINE):
+            texts.setdefault(name, " ".join(text.split()))
+    lines = ["Fields, for --set KEY=VALUE and --config:"]
+    for name, info in found.model_fields.items():
+        default = "" if info.is_required() else f"={_shown(info.get_default())}"
+        lines.append(f"{name}{default}: {texts.get(name, '')}")
+    return escape("\n\n".join(lines))  # shapes stand in brackets
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _run(name: str, config: TrainConfig) -> None:
     from hybrid.models.store import resolve
+    from hybrid.training import plot
     from hybrid.training.data import data_sha256
-    from hybrid.training.trainer import train_self_diffusion
+    from hybrid.training.loop import this_process, train
 
     data_sha256(config.data)  # bad data is refused before anything is fetched
+    if not this_process().is_main_process:  # the main one alone talks
+        train(recipes.build(name, config))
+        return
     with progress_bar() as fetched:
-        resolve(config.model, "bfloat16", progress=fetched)
+        resolve(config.model, recipes.RECIPES[name].precision, progress=fetched)
     monitor = _Monitor(config)
     try:
         with monitor:
-            adapter = train_self_diffusion(config, monitor.report)
+            folder = train(recipes.build(name, config), monitor.report)
     except KeyboardInterrupt:
         done = "before the first step" if monitor.step == 0 else f"after step {monitor.step}"
         typer.echo(
@@ -92,7 +141,9 @@ def _run(config: SelfDiffusionConfig) -> None:
             err=True,
         )
         raise
-    typer.echo(str(adapter))
+    if not plot.is_available():
+        typer.echo("No plot without matplotlib: pip install 'hybrid-decoder[plot]'", err=True)
+    typer.echo(str(folder))
 
 
 class _Monitor:
@@ -101,7 +152,7 @@ class _Monitor:
     The first Ctrl-C lets the step end, so that it can be saved; the second one does not wait.
     """
 
-    def __init__(self, config: SelfDiffusionConfig) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -132,13 +183,14 @@ class _Monitor:
         self.step = row["step"]
         if self._first_step == 0:
             self._first_step, self._started = self.step, time.perf_counter()
-        is_evaluated = "expected_acceptance_length" in row
-        if is_evaluated:
+        if "expected_acceptance_length" in row:
             self._length = f"  E {row['expected_acceptance_length']:.2f}"
         line = f"step {self.step}/{self._config.steps}  loss {row['loss']:.3f}{self._length}"
         line += self._time_left()
         self._live.update(self._task, description=line, completed=self.step)
-        if not self._is_live and (is_evaluated or self.step % _LINE_EVERY == 0):
+        every = (self._config.eval_every, _LINE_EVERY)
+        is_line = self.step == self._config.steps or any(self.step % n == 0 for n in every)
+        if is_line and not self._is_live:
             typer.echo(line, err=True)
         if self._is_stopping:
             raise KeyboardInterrupt

@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
+from pydantic_core import to_jsonable_python
 
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.training.config import SelfDiffusionConfig
+from hybrid.training.config import TrainConfig
 from hybrid.training.files import replacing, write_json
 
 # These change nothing about the result; the data is known by its SHA-256.
-_FREE = {"data", "output", "device", "keep_contexts", "eval_every"}
+_FREE = {"data", "output", "device", "keep_contexts", "eval_every", "tensorboard"}
 
 
-def save_checkpoint(config: SelfDiffusionConfig, data_sha256: str, state: dict[str, Any]) -> None:
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Create the folder, and keep other trainings out of it until the block ends.
+
+    Raises:
+        ConfigError: another training runs there.
+        CheckpointError: the folder cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", timeout=0).acquire()
+    except Timeout as error:
+        raise ConfigError(
+            f"output: another training runs in {folder}. Wait for it, or give another folder."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}. Give another one.") from error
+    with lock:
+        yield
+
+
+def save_checkpoint(config: TrainConfig, data_sha256: str, state: dict[str, Any]) -> None:
     """Write `state` ("step", "model", "optimizer") to the run's folder.
 
     Raises:
         CheckpointError: it cannot be written; the checkpoint before it is intact.
     """
     values = config.model_dump(mode="json")
+    known = {"recipe": type(config).__name__, "config": values, "data_sha256": data_sha256}
     with replacing(config.output / "checkpoint.pt") as part:
-        torch.save({**state, "config": values, "data_sha256": data_sha256}, part)
+        torch.save({**state, **known}, part)
     write_json(config.output / "config.json", values)
 
 
-def load_checkpoint(config: SelfDiffusionConfig, data_sha256: str) -> dict[str, Any] | None:
+def load_checkpoint(config: TrainConfig, data_sha256: str) -> dict[str, Any] | None:
     """Return the last state that was saved, or None where there is none.
 
     Raises:
@@ -46,12 +73,17 @@ def load_checkpoint(config: SelfDiffusionConfig, data_sha256: str) -> dict[str, 
         raise _damaged(path, error) from error
     if missing:
         raise _damaged(path, f"it has no {', '.join(sorted(missing))}")
-    # Fields that are newer than the checkpoint have their defaults.
+    recipe = state.get("recipe", type(config).__name__)
+    if recipe != type(config).__name__:
+        raise ConfigError(
+            f"output: {config.output} holds a run of another recipe ({recipe}, now "
+            f"{type(config).__name__}). Give another folder."
+        )
     current = config.model_dump(mode="json")
-    defaults = SelfDiffusionConfig(data=config.data, output=config.output).model_dump(mode="json")
-    differs = [k for k in current if k not in _FREE and saved.get(k, defaults[k]) != current[k]]
+    saved = {**_defaults(config), **saved}
+    differs = [k for k in current if k not in _FREE and saved[k] != current[k]]
     if differs:
-        listed = ", ".join(f"{k} ({saved.get(k, defaults[k])}, now {current[k]})" for k in differs)
+        listed = ", ".join(f"{k} ({saved[k]}, now {current[k]})" for k in differs)
         raise ConfigError(
             f"output: {config.output} holds a run with another {listed}. "
             "Give another folder, or the same values to resume."
@@ -64,25 +96,62 @@ def load_checkpoint(config: SelfDiffusionConfig, data_sha256: str) -> dict[str, 
     return state
 
 
+def _defaults(config: TrainConfig) -> dict[str, Any]:
+    """Return what a checkpoint would hold of fields that are newer than it is."""
+    fields = type(config).model_fields.items()
+    known = {k: f.get_default(call_default_factory=True) for k, f in fields if not f.is_required()}
+    return {**dict.fromkeys(type(config).model_fields), **dict(to_jsonable_python(known))}
+
+
 def _damaged(path: Path, error: object) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read: {error}. Remove it to start over.")
 
 
-def append_metrics(folder: Path, row: dict[str, Any]) -> None:
-    """Add a line to metrics.jsonl.
+class MetricsLog:
+    """metrics.jsonl, and TensorBoard's files if they are wanted."""
 
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    path = folder / "metrics.jsonl"
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written: {error}. Free some space or mend the folder; the same "
-            "command goes on from the last checkpoint."
-        ) from error
+    def __init__(self, config: TrainConfig, step: int) -> None:
+        """Go on after `step`; what was written of later ones is dropped.
+
+        Raises:
+            ConfigError: TensorBoard is wanted and not installed.
+            CheckpointError: the folder is not writable.
+        """
+        self._folder = config.output
+        self._writer: Any = None
+        if config.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ConfigError(
+                    "tensorboard: the package is not installed: pip install "
+                    "'hybrid-decoder[tensorboard]', or leave tensorboard out."
+                ) from error
+            folder = str(config.output / "tensorboard")
+            self._writer = SummaryWriter(folder, purge_step=step + 1)
+        self._started = time.perf_counter() - _forget_after(config.output, step)
+
+    def append(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
+        """Write the metrics of `step`; return them with its number and the seconds so far.
+
+        Raises:
+            CheckpointError: metrics.jsonl cannot be written.
+        """
+        seconds = round(time.perf_counter() - self._started, 2)  # over all runs that took part
+        written = {**row, "step": step, "seconds": seconds}
+        _append(self._folder, written)
+        if self._writer is not None:
+            for name, value in row.items():
+                for index, number in enumerate(value if isinstance(value, list) else [value]):
+                    tag = f"{name}/{index + 1}" if isinstance(value, list) else name
+                    if isinstance(number, (int, float)):
+                        self._writer.add_scalar(tag, number, step)
+        return written
+
+    def close(self) -> None:
+        """Let TensorBoard write what it holds back."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -97,7 +166,19 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def forget_metrics_after(folder: Path, step: int) -> float:
+def _append(folder: Path, row: dict[str, Any]) -> None:
+    path = folder / "metrics.jsonl"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error}. Free some space or mend the folder; the same "
+            "command goes on from the last checkpoint."
+        ) from error
+
+
+def _forget_after(folder: Path, step: int) -> float:
     """Drop the rows of steps that will run again; return the seconds spent until `step`."""
     kept = [row for row in read_metrics(folder) if row["step"] <= step]
     with replacing(folder / "metrics.jsonl") as part:

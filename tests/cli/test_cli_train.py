@@ -1,12 +1,15 @@
-"""``hybrid train self-diffusion``: flags, files of fields, progress, Ctrl-C, errors."""
+"""``hybrid train``: flags, files of fields, progress, Ctrl-C, errors."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ import torch
 
 from hybrid.cli import train
 from hybrid.models.tiny import tiny_checkpoint
-from hybrid.training import trainer
-from hybrid.training.config import SelfDiffusionConfig
+from hybrid.training import loop, plot
+from hybrid.training.recipes import RECIPES, config_class
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -48,7 +52,7 @@ def words(model: Path, tmp_path: Path) -> list[str]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[SelfDiffusionConfig]:
     """Configurations that would have been trained."""
     configs: list[SelfDiffusionConfig] = []
-    monkeypatch.setattr(train, "_run", configs.append)
+    monkeypatch.setattr(train, "_run", lambda name, config: configs.append(config))
     return configs
 
 
@@ -158,12 +162,60 @@ def test_bad_config_file(run: Run, tmp_path: Path, text: str) -> None:
     assert f"--config: {path}" in err
 
 
-def test_wrong_usage_is_2_and_help_shows_examples(run: Run) -> None:
+def test_wrong_usage_is_2(run: Run) -> None:
     assert run("train", "self-diffusion", "--steps", "many")[0] == 2
-    assert run("train", "no-such-recipe")[0] == 2
-    code, out, _ = run("train", "self-diffusion", "--help")
+    code, out, err = run("train", "self-difusion")
+    assert (code, out) == (2, "")
+    assert "Unknown recipe 'self-difusion'. Did you mean 'self-diffusion'?" in err
+
+
+def test_help_lists_the_recipes(run: Run) -> None:
+    code, out, _ = run("train", "--help")
     assert code == 0
-    assert "hybrid train self-diffusion --data" in out
+    words = " ".join(re.sub(r"[^\w.]", " ", out).split())
+    for name, entry in RECIPES.items():
+        about = re.sub(r"[^\w.]", " ", f"{name} {entry.about}")
+        assert " ".join(about.split()) in words
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_of_a_recipe_shows_an_example_and_all_fields(
+    run: Run, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    code, out, _ = run("train", recipe, "--help")
+    assert code == 0
+    assert f"hybrid train {recipe} --data" in out
+    for name, info in config_class(recipe).model_fields.items():
+        value = "" if info.is_required() else "=" + re.escape(train._shown(info.get_default()))
+        explained = re.search(rf"^ {name}{value}: \S", out, re.MULTILINE)
+        assert explained, f"{name} is explained"
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys, hybrid.cli.main; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_says_once_that_there_is_no_plot(
+    run: Run, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for can in (False, True):
+        monkeypatch.setattr(plot, "is_available", lambda can=can: can)
+        monkeypatch.setattr(plot, "plot_metrics", lambda folder: None)
+        code, out, err = run(*words)
+        assert (code, out) == (0, f"{tmp_path / 'run' / 'adapter'}\n")
+        assert err.count("No plot without matplotlib") == (not can)
+
+
+def test_the_other_processes_are_silent(
+    run: Run, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Any] = []
+    monkeypatch.setattr(loop, "this_process", lambda: SimpleNamespace(is_main_process=False))
+    monkeypatch.setattr(loop, "train", trained.append)
+    assert run(*words) == (0, "", "")
+    assert [recipe.config.steps for recipe in trained] == [6]
 
 
 def test_another_configuration_in_the_folder(run: Run, words: list[str]) -> None:
@@ -175,15 +227,15 @@ def test_another_configuration_in_the_folder(run: Run, words: list[str]) -> None
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Press Ctrl-C during each of `steps`, once per mention."""
-    real = trainer._train_step
+    real = loop._train_step
 
-    def step(current: trainer.Run) -> dict[str, Any]:
+    def step(current: Any) -> dict[str, Any]:
         row = real(current)
         for _ in range(steps.count(current.step + 1)):
             signal.raise_signal(signal.SIGINT)
         return row
 
-    monkeypatch.setattr(trainer, "_train_step", step)
+    monkeypatch.setattr(loop, "_train_step", step)
 
 
 def test_ctrl_c_saves_the_step_and_says_how_to_go_on(

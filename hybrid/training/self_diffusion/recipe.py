@@ -1,0 +1,276 @@
+"""The self-diffusion recipe: anchors of one sequence share one clean pass of the frozen target.
+
+Next: hybrid/training/self_diffusion/draft_model.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count as count_from_zero
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybrid.errors import ConfigError
+from hybrid.models.adapter import DraftConfig, base_shape
+from hybrid.models.loading import load_model
+from hybrid.models.transformer import NativeBackbone
+from hybrid.training.config import TrainConfig
+from hybrid.training.data import Example, data_sha256, read_examples
+from hybrid.training.recipe import generator
+from hybrid.training.self_diffusion.card import write_card
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
+from hybrid.training.self_diffusion.context import TargetContext, target_context
+from hybrid.training.self_diffusion.draft_model import DraftModel
+from hybrid.training.self_diffusion.export import base_name, save_adapter
+
+_ANCHORS_AT_ONCE = 64  # of an evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Draft passes behind anchors of one sequence.
+
+    Attributes:
+        context: the sequence.
+        anchors: [N] positions in it, ascending.
+        num_draft_tokens: K', masked slots behind each.
+    """
+
+    context: TargetContext
+    anchors: Tensor
+    num_draft_tokens: int
+
+
+class DraftLoss(nn.Module):
+    """The loss of a draft model's slots, over the tokens that the draft chooses among."""
+
+    def __init__(
+        self, model: DraftModel, vocabulary: Tensor, *, decay: float, distillation: float = 0.0
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            model: its parameters are trained.
+            vocabulary: [V'] ids, ascending.
+            decay: slot j weighs exp(-(j - 1) / decay).
+            distillation: share of the cross-entropy with the target's distribution.
+        """
+        super().__init__()
+        self.model, self.vocabulary = model, vocabulary
+        self.head = model.head[vocabulary]  # [V', C]
+        self.decay, self.distillation = decay, distillation
+
+    def forward(self, batch: DraftBatch) -> dict[str, Tensor]:
+        """Return the mean "loss" of the slots.
+
+        Slots beyond the end of the sequence count nothing, nor does the cross-entropy with a token
+        that the draft cannot choose.
+        """
+        count = batch.num_draft_tokens
+        logits = self.model(batch.context, batch.anchors, self.head, count).float()  # [N, K', V']
+        targets, exists = slot_targets(batch.context, batch.anchors, count)
+        classes = torch.searchsorted(self.vocabulary, targets).clamp(max=len(self.vocabulary) - 1)
+        known = exists & (self.vocabulary[classes] == targets)
+        losses = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none")
+        losses = losses.view_as(targets) * known * (1 - self.distillation)
+        if self.distillation > 0:
+            soft = -(self._target_law(batch) * F.log_softmax(logits, dim=-1)).sum(dim=-1)
+            losses = losses + soft * exists * self.distillation
+        weights = torch.exp(-torch.arange(count, device=logits.device) / self.decay)
+        return {"loss": (losses * weights).sum() / (weights * exists).sum()}
+
+    def _target_law(self, batch: DraftBatch) -> Tensor:
+        """Return the target's distribution [N, K', V'] over the draft's vocabulary at each slot."""
+        context, backbone = batch.context, self.model.backbone
+        # One row per position, then one per slot: slots of several anchors share positions.
+        first = context.first_anchor - 1
+        last = context.hidden[backbone.num_layers - 1][first:]
+        law = F.linear(backbone.rms_norm(last, backbone.norm), self.head).float().softmax(dim=-1)
+        slots = torch.arange(batch.num_draft_tokens, device=batch.anchors.device)
+        before = (batch.anchors[:, None] + slots).clamp(max=len(context.tokens) - 1)
+        return law[before - first]
+
+
+class SelfDiffusionRecipe:
+    """See `hybrid.training.recipe.Recipe`."""
+
+    def __init__(
+        self,
+        config: SelfDiffusionConfig,
+        module: DraftLoss,
+        train: Sequence[Example],
+        held_out: Sequence[Example],
+        data_sha256: str,
+    ) -> None:
+        """Keep the parts."""
+        self.config, self.module, self.data_sha256 = config, module, data_sha256
+        self._train, self._held_out = train, held_out
+        self._contexts: dict[int, TargetContext] = {}  # by index in `train`
+
+    def batch(self, step: int, index: int) -> DraftBatch:
+        """Draw the length of the drafts, a sequence and anchors in it."""
+        config, draw = self.config, generator(self.config.seed, step, index)
+        count = config.num_draft_tokens
+        if torch.rand((), generator=draw) < config.short_share:
+            count = min(count, config.short_draft_tokens)
+        context = self._context(int(torch.randint(len(self._train), (), generator=draw)))
+        return DraftBatch(context, draw_anchors(context, config.anchors_per_sequence, draw), count)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Return how well it drafts on the held-out sequences.
+
+        A response is decoded as the engine would: a draft begins behind the token that the last
+        one ended with. "expected_acceptance_length" is 1 plus the mean number of leading slots that
+        equal the target's own tokens, "acceptance_by_position" the share of drafts that got so
+        far. "accuracy_by_position" is the share of slots, behind any token of a response, that
+        are right if those before them are.
+        """
+        reached, hits, totals = torch.zeros(3, self.config.num_draft_tokens)
+        num_drafts = 0
+        for example in self._held_out:
+            right, exists = self._right_slots(example)
+            hits += right.sum(dim=0)
+            totals += exists.sum(dim=0)
+            lengths = right.long().cumprod(dim=1).sum(dim=1).tolist()
+            at = 0
+            while at < len(lengths):
+                reached[: lengths[at]] += 1
+                num_drafts += 1
+                at += lengths[at] + 1
+        shares = reached / max(num_drafts, 1)
+        return {
+            "acceptance_by_position": [round(v, 4) for v in shares.tolist()],
+            "accuracy_by_position": [round(v, 4) for v in (hits / totals.clamp(min=1)).tolist()],
+            "expected_acceptance_length": round(1 + float(shares.sum()), 4),
+        }
+
+    def export(self, folder: Path) -> Path:
+        """Write `adapter`, a PEFT folder with the draft's own tensors and its card."""
+        model, tensors = self.module.model, self.module.model.adapter_tensors()
+        if self.config.draft_vocab_size is not None:
+            tensors["vocabulary"] = self.module.vocabulary.int()
+        adapter = folder / "adapter"
+        save_adapter(adapter, model.config, tensors, base_model=base_name(self.config.model))
+        write_card(folder)
+        return adapter
+
+    def _context(self, index: int) -> TargetContext:
+        """Return what the target knows of a training sequence."""
+        if index in self._contexts:
+            return self._contexts[index]
+        model = self.module.model
+        context = target_context(model.backbone, model.config, self._train[index])
+        if self.config.keep_contexts:
+            self._contexts[index] = context
+        return context
+
+    def _right_slots(self, example: Example) -> tuple[Tensor, Tensor]:
+        """Return which slots behind each response token are right, and which exist, [N, K]."""
+        loss, count = self.module, self.config.num_draft_tokens
+        context = target_context(loss.model.backbone, loss.model.config, example)
+        rights, all_exist = [], []
+        anchors = possible_anchors(context).to(context.tokens.device)
+        for part in torch.split(anchors, _ANCHORS_AT_ONCE):
+            logits = loss.model(context, part, loss.head, count)
+            targets, exists = slot_targets(context, part, count)
+            rights.append((loss.vocabulary[logits.argmax(dim=-1)] == targets) & exists)
+            all_exist.append(exists)
+        return torch.cat(rights).cpu(), torch.cat(all_exist).cpu()
+
+
+def build(config: TrainConfig) -> SelfDiffusionRecipe:
+    """Load the data and the target, and make an adapter that changes nothing yet.
+
+    Raises:
+        ConfigError: bad data, or options that this target cannot have.
+        CheckpointError: the target cannot be read.
+    """
+    assert isinstance(config, SelfDiffusionConfig)
+    sha256 = data_sha256(config.data)  # before the model: it may have to be fetched
+    loaded = load_model(config.model, device=config.device, dtype="bfloat16")
+    backbone = loaded.backbone
+    if not isinstance(backbone, NativeBackbone):
+        raise ConfigError(
+            f"model: {config.model} runs on the Hugging Face backbone, expected a native family "
+            "(`hybrid list`)."
+        )
+    examples = read_examples(
+        config.data,
+        vocab_size=backbone.vocab_size,
+        max_length=min(config.max_length, backbone.max_seq_len),
+        tokenizer=loaded.tokenizer,
+    )
+    split = len(examples) - config.num_eval_sequences
+    if split <= 0:
+        raise ConfigError(
+            f"data: got {len(examples)} examples, expected more than num_eval_sequences "
+            f"({config.num_eval_sequences})."
+        )
+    if (config.draft_vocab_size or 0) > backbone.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size: got {config.draft_vocab_size}, expected at most "
+            f"{backbone.vocab_size}, the model's own."
+        )
+    train, held_out = examples[:split], examples[split:]
+    vocabulary = draft_vocabulary(train, config.draft_vocab_size).to(backbone.device)
+    module = DraftLoss(
+        _draft_model(config, backbone),
+        vocabulary,
+        decay=config.decay,
+        distillation=config.distillation,
+    )
+    return SelfDiffusionRecipe(config, module, train, held_out, sha256)
+
+
+def _draft_model(config: SelfDiffusionConfig, backbone: NativeBackbone) -> DraftModel:
+    shape = DraftConfig(
+        num_draft_tokens=config.num_draft_tokens,
+        entry_layer=config.entry_layer,
+        feature_layers=config.feature_layers,
+        rank=config.rank,
+        lora_alpha=config.lora_alpha,
+        base=base_shape(backbone),
+        sampler_size=config.sampler_size,
+        draft_vocab_size=config.draft_vocab_size,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return DraftModel(backbone, shape).to(backbone.device)
+
+
+def draft_vocabulary(examples: Sequence[Example], size: int | None) -> Tensor:
+    """Return the ids of the `size` most frequent response tokens, ascending; None: of all.
+
+    Where fewer occur, the lowest ids fill up.
+    """
+    counts = Counter(t for e in examples for t in e.response)
+    ranked = [token for token, _ in counts.most_common(size)]
+    missing = 0 if size is None else size - len(ranked)
+    others = (t for t in count_from_zero() if t not in counts)
+    return torch.tensor(sorted([*ranked, *islice(others, missing)]))
+
+
+def possible_anchors(context: TargetContext) -> Tensor:
+    """Return the positions of a response but the last, which has nothing to predict."""
+    return torch.arange(context.first_anchor, len(context.tokens) - 1)
+
+
+def draw_anchors(context: TargetContext, count: int, generator: torch.Generator) -> Tensor:
+    """Return up to `count` distinct anchors, ascending."""
+    possible = possible_anchors(context)
+    chosen = torch.randperm(len(possible), generator=generator)[:count]
+    return possible[chosen].sort().values.to(context.tokens.device)
+
+
+def slot_targets(context: TargetContext, anchors: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens [N, K] that follow each anchor, and which of them exist."""
+    index = anchors[:, None] + torch.arange(1, count + 1, device=anchors.device)
+    exists = index < len(context.tokens)
+    return context.tokens[index.clamp(max=len(context.tokens) - 1)], exists
