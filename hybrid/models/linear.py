@@ -79,6 +79,53 @@ class DenseLinear(Linear):
         return self.weight.numel() * self.weight.element_size()
 
 
+class ReorderedLinear(Linear):
+    """Weight in the order that the CPU library's own kernels read (oneDNN), for inference.
+
+    A product of a few rows then costs little more than one of a single row, where the plain layout
+    is copied in every call. Measured on one core at the default model's shapes, beside
+    `DenseLinear`: 2.5 times faster for 1 to 9 rows of float32, 1.1 to 1.7 times for bfloat16. The
+    bits of a row are the same among any number of rows from 2 on.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
+        """Copy `weight` [O, I]; `bias` is [O]. `exact` as for `DenseLinear`."""
+        self._shape, self.bias = tuple(weight.shape), bias
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._keeps_lone_row = weight.dtype == torch.float32 and not exact
+
+    @staticmethod
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether this build of torch and this CPU have the kernels."""
+        names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        if not all(hasattr(torch.ops.mkldnn, name) for name in names):
+            return False
+        has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(has_bfloat16))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [N, O] for x [N, I]."""
+        rows = x.shape[0]
+        if rows == 1 and not self._keeps_lone_row:  # alone it would be summed in another order
+            x = torch.cat([x, x])
+        multiply = torch.ops.mkldnn._linear_pointwise
+        y: Tensor = multiply(x, self._weight, self.bias, "none", [], "")
+        return y[:rows]
+
+    def dense(self) -> Tensor:
+        """Return the weight [O, I], read off the layer's answers to unit vectors."""
+        unit = torch.eye(self._shape[1], dtype=self._weight.dtype)
+        columns: Tensor = torch.ops.mkldnn._linear_pointwise(unit, self._weight, None, "none", [], "")
+        return columns.T
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self._shape[0] * self._shape[1] * self._weight.dtype.itemsize
+
+
 class PackedLinear(Linear):
     """Weight in blocks of 32 along the input, for torch's packed 4-bit CPU kernel.
 
@@ -139,6 +186,7 @@ def make_linear(
     biases: Sequence[Tensor | None],
     *,
     exact: bool = False,
+    reorder: bool = False,
 ) -> Linear:
     """Return one layer for several weights stacked along the output (fused QKV, gate and up).
 
@@ -149,6 +197,7 @@ def make_linear(
         weights: [O_i, I] each.
         biases: [O_i] each, or all None.
         exact: see `DenseLinear`.
+        reorder: take `ReorderedLinear` for dense weights where it runs.
     """
     bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
     for kind in (Int4Blocks, Int8Blocks):
@@ -157,4 +206,6 @@ def make_linear(
             return PackedLinear(blocks, bias)
     dtype = next((w.dtype for w in weights if isinstance(w, Tensor)), torch.bfloat16)
     dense = [w if isinstance(w, Tensor) else w.dequantize(dtype) for w in weights]
-    return DenseLinear(torch.cat(dense) if len(dense) > 1 else dense[0], bias, exact=exact)
+    weight = torch.cat(dense) if len(dense) > 1 else dense[0]
+    fits = reorder and ReorderedLinear.runs(weight.device, weight.dtype)
+    return (ReorderedLinear if fits else DenseLinear)(weight, bias, exact=exact)

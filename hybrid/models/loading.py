@@ -44,6 +44,7 @@ def load_model(
     dtype: str = "auto",
     adapter: str | Path | None = None,
     exact: bool = False,
+    trainable: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Fetch if need be, load, and bind the adapter.
@@ -55,6 +56,7 @@ def load_model(
             float32 and the device a CPU, bfloat16 otherwise.
         adapter: folder of a diffusion adapter; None takes the shipped one of the default model.
         exact: see `NativeBackbone`; other backbones refuse it.
+        trainable: keep the weights in the layout that a gradient can pass, slower on a CPU.
         progress: see `hybrid.models.store.resolve`.
 
     Raises:
@@ -81,7 +83,9 @@ def load_model(
                 f"dtype: int4 needs a GGUF file with Q4_1 or Q8_0 weights, got {model}. "
                 "Use dtype='bfloat16' or 'float32'."
             )
-        backbone = _native(open_checkpoint(path), where, activations, exact=exact)
+        backbone = _native(
+            open_checkpoint(path), where, activations, exact=exact, reorder=not trainable
+        )
     else:
         if dtype == "int4" or exact:
             what = "dtype: int4" if dtype == "int4" else "exact: it"
@@ -134,11 +138,18 @@ def _is_int4(config: dict[str, object]) -> bool:
 
 
 def _native(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, exact: bool
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    exact: bool,
+    reorder: bool,
 ) -> NativeBackbone:
     spec = spec_from_config(checkpoint.config)
     spec = replace(spec, eos_token_ids=checkpoint.eos_token_ids or spec.eos_token_ids)
-    return NativeBackbone(spec, checkpoint.tensors, device=device, dtype=dtype, exact=exact)
+    return NativeBackbone(
+        spec, checkpoint.tensors, device=device, dtype=dtype, exact=exact, reorder=reorder
+    )
 
 
 def _adapter(

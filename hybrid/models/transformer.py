@@ -52,6 +52,7 @@ class NativeBackbone:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         exact: bool = False,
+        reorder: bool = False,
     ) -> None:
         """Fuse and place the weights.
 
@@ -63,6 +64,8 @@ class NativeBackbone:
             exact: on a CPU, give a token's logits the same bits in a pass of one row as among
                 others in float32 too (packed 4-bit and bfloat16 always do); AR decoding in
                 float32 gets slower.
+            reorder: on a CPU, hold dense weights in the order that its kernels read: several times
+                faster, no gradient. A tied head is then a second copy of the embedding.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong shape.
@@ -75,7 +78,7 @@ class NativeBackbone:
         self.prefill_chunk = spec.max_seq_len if is_dynamic else PREFILL_CHUNK
         self.eos_token_ids, self.mask_token_id = spec.eos_token_ids, spec.mask_token_id
         self.logit_shift = spec.logit_shift
-        take = _Weights(spec, weights, self.device, dtype, exact=exact)
+        take = _Weights(spec, weights, self.device, dtype, exact=exact, reorder=reorder)
         self.embedding = take.dense("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.layers = [take.layer(index) for index in range(spec.num_layers)]
         self.norm = take.dense("model.norm.weight", spec.hidden_size)
@@ -273,9 +276,10 @@ class _Weights:
         dtype: torch.dtype,
         *,
         exact: bool,
+        reorder: bool,
     ) -> None:
         self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
-        self.exact = exact
+        self.exact, self.reorder = exact, reorder
 
     def get(self, name: str, *shape: int) -> Weight:
         if name not in self.weights:
@@ -302,7 +306,7 @@ class _Weights:
         biases = [
             self.dense(f"{prefix}.{n}.bias", size) if bias else None for n, size in parts.items()
         ]
-        return make_linear(weights, biases, exact=self.exact)
+        return make_linear(weights, biases, exact=self.exact, reorder=self.reorder)
 
     def layer(self, index: int) -> Layer:
         s, prefix = self.spec, f"model.layers.{index}"
@@ -333,4 +337,4 @@ class _Weights:
         weight = self.get(name, self.spec.vocab_size, self.spec.hidden_size)
         if self.spec.tie_embeddings and isinstance(weight, Tensor):
             weight = embedding  # not a second copy
-        return make_linear([weight], [None], exact=self.exact)
+        return make_linear([weight], [None], exact=self.exact, reorder=self.reorder)

@@ -121,7 +121,7 @@ def build(config: TrainConfig) -> DFlashRecipe:
     assert isinstance(config, DFlashConfig)
     sha256 = data_sha256(config.data)  # before the model: it may have to be fetched
     dtype = "bfloat16" if config.precision == "bf16" else "float32"
-    loaded = load_model(config.model, device=config.device, dtype=dtype)
+    loaded = load_model(config.model, device=config.device, dtype=dtype, trainable=True)
     backbone = loaded.backbone
     if not isinstance(backbone, NativeBackbone):
         raise ConfigError(

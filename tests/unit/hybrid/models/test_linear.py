@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks, Int8Blocks
-from hybrid.models.linear import DenseLinear, PackedLinear, make_linear
+from hybrid.models.linear import DenseLinear, PackedLinear, ReorderedLinear, make_linear
 
 O, I = 96, 128  # noqa: E741  (the shape letters of the glossary)
 
@@ -96,3 +96,84 @@ def test_rows_that_the_kernel_does_not_take_are_dequantised(rows):
     x = torch.randn(3, I, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = x.double() @ blocks.dequantize(torch.float64).T
     assert (layer(x).double() - expected).norm() / expected.norm() < 2**-7
+
+
+def test_quantize_is_nearer_than_sixteen_even_steps():
+    weight = torch.randn(O, I, generator=torch.Generator().manual_seed(4))
+    weight[0, :INT4_GROUP] = 0.25  # a block without a range
+    grouped = weight.view(O, -1, INT4_GROUP)
+    low, step = grouped.amin(-1, True), (grouped.amax(-1, True) - grouped.amin(-1, True)) / 15
+    even = ((grouped - low) / step.clamp(min=1e-9)).round() * step + low
+    ours = Int4Blocks.quantize(weight).dequantize(torch.float32).view_as(grouped)
+    errors = [(found - grouped).square().sum(dim=-1) for found in (ours, even)]
+    assert errors[0].sum() < 0.95 * errors[1].sum()
+    assert (errors[0] <= errors[1] * 1.01 + 1e-3).all()
+    # Half a step of a uniform error: variance step^2 / 12.
+    expected = float((step**2 / 12 * INT4_GROUP).sum())
+    assert float(errors[1].sum()) == pytest.approx(expected, rel=0.2)
+
+
+def test_quantize_keeps_what_is_already_in_blocks():
+    blocks = int4_blocks()
+    blocks.quants[:, ::16] = 0xF0  # every block has its lowest and its highest level
+    weight = blocks.dequantize(torch.float32)
+    again = Int4Blocks.quantize(weight).dequantize(torch.float32)
+    torch.testing.assert_close(again, weight, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(O).bfloat16()], ids=["plain", "bias"])
+@pytest.mark.parametrize("blocks", [int4_blocks(), int8_blocks()], ids=["int4", "int8"])
+def test_a_packed_layer_tells_its_weight(blocks, bias):
+    dense, expected = PackedLinear([blocks], bias).dense(), blocks.dequantize(torch.float32)
+    assert dense.shape == (O, I)
+    floor = 0 if bias is None else 2**-7  # the bias was added in bfloat16 and taken off again
+    torch.testing.assert_close(dense.float(), expected, rtol=2**-6, atol=2**-6 * 0.3 + floor)
+
+
+REORDERS = pytest.mark.skipif(
+    not ReorderedLinear.runs(torch.device("cpu"), torch.float32),
+    reason="this build of torch has no oneDNN kernels",
+)
+DTYPES = [
+    dtype
+    for dtype in (torch.float32, torch.bfloat16)
+    if ReorderedLinear.runs(torch.device("cpu"), dtype)
+]
+
+
+@REORDERS
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_reordered_layer_equals_the_product_in_float64(dtype, bias):
+    draw = torch.Generator().manual_seed(5)
+    for rows, columns in ((96, 128), (33, 7), (576, 1536)):
+        weight = torch.randn(rows, columns, generator=draw).to(dtype)
+        shift = torch.randn(rows, generator=draw).to(dtype) if bias else None
+        layer = make_linear([weight], [shift], reorder=True)
+        assert isinstance(layer, ReorderedLinear)
+        assert torch.equal(layer.dense(), weight), "nothing is lost"
+        assert layer.nbytes == weight.numel() * dtype.itemsize
+        x = torch.randn(70, columns, generator=draw).to(dtype)
+        expected = x.double() @ weight.double().T + (0 if shift is None else shift.double())
+        error = (layer(x).double() - expected).norm() / expected.norm()
+        assert error < {torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
+        assert torch.equal(layer(x[::7]), layer(x[::7].contiguous()))
+
+
+@REORDERS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_a_reordered_row_are_its_own(dtype):
+    draw = torch.Generator().manual_seed(6)
+    for rows, columns in ((960, 576), (576, 1536), (33, 7)):
+        weight = torch.randn(rows, columns, generator=draw).to(dtype)
+        layer = ReorderedLinear(weight, exact=True)
+        x = torch.randn(64, columns, generator=draw).to(dtype)
+        together = layer(x)
+        for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33):
+            assert torch.equal(layer(x[:count]), together[:count]), f"{count} rows"
+
+
+def test_what_cannot_be_reordered_is_left_as_it_is():
+    assert isinstance(make_linear([torch.randn(4, 8).half()], [None], reorder=True), DenseLinear)
+    assert isinstance(make_linear([torch.randn(4, 8)], [None]), DenseLinear)
+    assert not ReorderedLinear.runs(torch.device("meta"), torch.float32)
