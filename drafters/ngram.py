@@ -53,7 +53,7 @@ class NgramDrafter:
         limit = min(plan.num_draft_tokens, self.max_draft_tokens)
         drafts = []
         for row in state.rows:
-            start = _find_continuation(row.tokens, self.max_ngram, self.min_ngram)
+            start = find_continuation(row.tokens, self.max_ngram, self.min_ngram)
             drafts.append(row.tokens[start : start + limit])
         num_tokens = tuple(len(d) for d in drafts)
         width = max(num_tokens, default=0)
@@ -68,7 +68,7 @@ class NgramDrafter:
         """Nothing to forget."""
 
 
-def _find_continuation(tokens: Sequence[int], max_ngram: int, min_ngram: int) -> int:
+def find_continuation(tokens: Sequence[int], max_ngram: int, min_ngram: int) -> int:
     """Return the index after the best earlier match of the suffix; `len(tokens)` without one."""
     suffix = tokens[: -max_ngram - 1 : -1]  # newest first, like `earlier`
     earlier = tokens[-2::-1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from statistics import median
 
 from hybrid.types import Mode, RowStep, Stats, StepRecord
 
@@ -114,6 +115,24 @@ def pooled_histogram(parts: Sequence[Stats]) -> list[int]:
         for accepted, count in enumerate(stats.acceptance_histogram):
             total[accepted] += count
     return total
+
+
+def acceptance_by_position(histogram: Sequence[int], num_positions: int) -> list[float]:
+    """Return the share of the passes with a draft that accepted at least 1, 2 ... tokens of it.
+
+    A draft with fewer tokens than a position counts as one that was rejected there.
+
+    Args:
+        histogram: how many passes accepted 0, 1, 2 ... drafted tokens.
+        num_positions: the most tokens drafted in a pass.
+    """
+    total = sum(histogram)
+    return [_ratio(sum(histogram[least:]), total) for least in range(1, num_positions + 1)]
+
+
+def speedup(seconds_per_token: Sequence[float], baseline: Sequence[float]) -> float:
+    """Return how many times faster than `baseline`: the median over the same prompts."""
+    return median(b / own for own, b in zip(seconds_per_token, baseline, strict=True))
 
 
 def peak_rss_mib() -> float:

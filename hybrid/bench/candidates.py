@@ -6,6 +6,7 @@ Next: hybrid/bench/runner.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Protocol
@@ -73,25 +74,16 @@ class DecoderCandidate:
 
     engine, version = "hybrid", __version__
 
-    def __init__(
-        self, decoder: HybridDecoder, strategy: str, num_draft_tokens: int | None = None
-    ) -> None:
-        """Wrap `decoder`, whose drafter and verifier are registry names.
+    def __init__(self, decoder: HybridDecoder, strategy: str) -> None:
+        """Wrap a decoder; it may be shared.
 
         Args:
             decoder: the model and its parts.
             strategy: what is measured.
-            num_draft_tokens: K, None for the drafter's own.
         """
+        self.decoder = copy(decoder)
         # Without a tokenizer a stream makes no text, so reading its records costs no time.
-        self.decoder = HybridDecoder(
-            decoder.backbone,
-            adapter=decoder.adapter,
-            drafter=decoder.drafter_name,
-            verifier=decoder.verifier_name,
-            num_draft_tokens=num_draft_tokens,
-            model_name=decoder.model_name,
-        )
+        self.decoder.tokenizer = None
         self.strategy = strategy
         self.dtype = precision(decoder.backbone)
         self.name = f"{self.dtype} {strategy}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,20 @@ PROMPTS = (
 )
 
 
-def read_prompts(path: Path) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a benchmark.
+
+    Attributes:
+        content: text, chat messages or token ids.
+        category: what kind of request it is; None when nobody says.
+    """
+
+    content: Any
+    category: str | None = None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
     """Return the prompts of a JSON-lines file: token ids from `p`, else text from `prompt`.
 
     Raises:
@@ -50,12 +64,15 @@ def read_prompts(path: Path) -> list[Any]:
             continue
         try:
             item = json.loads(line)
-            prompts.append(item["p"] if "p" in item else item["prompt"])
+            content, category = item["p"] if "p" in item else item["prompt"], item.get("category")
+            if not isinstance(category, str | None):
+                raise TypeError(f"category: got {category!r}")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"prompts: {path}, line {number} is not usable ({error!r}). Expected a JSON object "
-                'with "prompt" (text or chat messages) or "p" (token ids).'
+                'with "prompt" (text or chat messages) or "p" (token ids), and perhaps "category".'
             ) from error
+        prompts.append(Prompt(content, category))
     if not prompts:
         raise ConfigError(f"prompts: {path} is empty, expected one JSON object per line.")
     return prompts

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from hybrid.bench.candidates import Candidate, DecoderCandidate, Reference
 from hybrid.bench.runner import Sample
-from hybrid.metrics import pooled, pooled_histogram
-from hybrid.types import Mode, StepRecord
+from hybrid.metrics import acceptance_by_position, pooled, pooled_histogram, speedup
+from hybrid.types import Mode, Stats, StepRecord
 
 Samples = Mapping[str, Sequence[Sample]]
 
@@ -23,6 +23,7 @@ def report_rows(
     samples: Samples,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
+    categories: Sequence[str | None] | None = None,
 ) -> list[dict[str, Any]]:
     """Return one row of JSON types per candidate.
 
@@ -31,6 +32,7 @@ def report_rows(
         samples: from `measure`.
         prompts: token ids, in the order of the samples.
         max_new_tokens: of each answer.
+        categories: of each prompt.
     """
     baselines = [c.name for c in candidates if c.engine != "hybrid"]
     max_seq_len = max(map(len, prompts)) + max_new_tokens
@@ -48,16 +50,31 @@ def report_rows(
             "ratios": {name: ratio(own, samples[name]) for name in baselines},
             **_equality(candidate, reference_of(candidate, candidates), samples, prompts),
         }
+        ar = own_ar(candidate, candidates)
+        if ar is not None:
+            row["ratios"]["ar"] = ratio(own, samples[ar.name])
         if isinstance(candidate, DecoderCandidate):
             row |= _engine_numbers(candidate, own, max_seq_len)
+        if isinstance(candidate, DecoderCandidate) and categories is not None:
+            matches = row.get("greedy_match_by_prompt")
+            ar_samples = None if ar is None else samples[ar.name]
+            row["by_category"] = _by_category(own, ar_samples, matches, categories)
         rows.append(row)
     return rows
 
 
 def ratio(samples: Sequence[Sample], baseline: Sequence[Sample]) -> float:
     """Return how many times faster than `baseline`: the median over prompts of time per token."""
-    pairs = zip(samples, baseline, strict=True)
-    return median(b.seconds_per_token / s.seconds_per_token for s, b in pairs)
+    own, other = ([s.seconds_per_token for s in side] for side in (samples, baseline))
+    return speedup(own, other)
+
+
+def own_ar(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return our own `ar` in the candidate's precision; None for other engines or without one."""
+    if candidate.engine != "hybrid":
+        return None
+    same = (c for c in candidates if c.dtype == candidate.dtype)
+    return next((c for c in same if getattr(c, "strategy", None) == "ar"), None)
 
 
 def reference_of(candidate: Candidate, candidates: Sequence[Candidate]) -> Reference | None:
@@ -71,11 +88,8 @@ def reference_of(candidate: Candidate, candidates: Sequence[Candidate]) -> Refer
     for other in candidates:
         if candidate.dtype == "float32" and other.engine == "transformers":
             return cast("Reference", other)
-    for other in candidates:
-        is_ar = getattr(other, "strategy", None) == "ar" and other.dtype == candidate.dtype
-        if is_ar and other is not candidate:
-            return cast("Reference", other)
-    return None
+    ar = own_ar(candidate, candidates)
+    return None if ar is candidate else cast("Reference | None", ar)
 
 
 def first_divergence(
@@ -126,12 +140,36 @@ def _equality(
     }
 
 
+def _by_category(
+    samples: Sequence[Sample],
+    ar: Sequence[Sample] | None,
+    matches: Sequence[bool] | None,
+    categories: Sequence[str | None],
+) -> dict[str, dict[str, Any]]:
+    found = {}
+    for category in sorted({c for c in categories if c is not None}):
+        members = [i for i, c in enumerate(categories) if c == category]
+        own = [samples[i] for i in members]
+        found[category] = {
+            "num_prompts": len(members),
+            "acceptance_length": pooled(_stats(own))["acceptance_length"],
+            "ratio_to_ar": None if ar is None else ratio(own, [ar[i] for i in members]),
+            "num_greedy_match": None if matches is None else sum(matches[i] for i in members),
+        }
+    return found
+
+
+def _stats(samples: Sequence[Sample]) -> list[Stats]:
+    return [s.answer.stats for s in samples if s.answer.stats is not None]
+
+
 def _engine_numbers(
     candidate: DecoderCandidate, samples: Sequence[Sample], max_seq_len: int
 ) -> dict[str, Any]:
-    stats = [s.answer.stats for s in samples if s.answer.stats is not None]
+    stats = _stats(samples)
     records = [record for s in samples for record in s.answer.records]
-    numbers = pooled(stats)
+    numbers, histogram = pooled(stats), pooled_histogram(stats)
+    num_draft_tokens = max((row.num_drafted for r in records for row in r.rows), default=0)
     # On a GPU a pass returns before it has run, so the records' times are not those of passes.
     is_cpu = candidate.decoder.backbone.device.type == "cpu"
     seconds = sum(s.seconds for s in samples)
@@ -139,10 +177,11 @@ def _engine_numbers(
         "strategy": candidate.strategy,
         "drafter": candidate.drafter,
         "verifier": candidate.verifier,
-        "num_draft_tokens": max((row.num_drafted for r in records for row in r.rows), default=0),
+        "num_draft_tokens": num_draft_tokens,
         "acceptance_length": numbers["acceptance_length"],
         "acceptance_rate": numbers["acceptance_rate"],
-        "acceptance_histogram": pooled_histogram(stats),
+        "acceptance_histogram": histogram,
+        "acceptance_by_position": acceptance_by_position(histogram, num_draft_tokens),
         "tokens_per_forward": numbers["tokens_per_forward"],
         "forwards": {
             "prefill": sum(s.num_prefill_forwards for s in stats),

@@ -1,6 +1,7 @@
 """``hybrid bench``: transformers and our strategies on the same prompts, taking turns.
 
-stdout holds the tables and, on its last line, the report as one JSON document.
+stdout holds the tables and, on its last line, what was measured as one JSON document. ``hybrid
+bench report`` fills the tables of a Markdown page from such lines.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hybrid.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from hybrid.bench.candidates import Candidate
+    from hybrid.bench.prompts import Prompt
     from hybrid.decoder import HybridDecoder
     from hybrid.protocols import Backbone
 
@@ -33,7 +35,15 @@ EXAMPLES = """Examples:
   hybrid bench --strategies ar,auto --prompts questions.jsonl --no-transformers
 
   hybrid bench --widths 1,2,4,8,16
+
+  hybrid bench report docs/results.md
 """
+
+bench = typer.Typer(
+    invoke_without_command=True,
+    epilog=EXAMPLES,
+    help="Measure speed, acceptance and equality. The ratio is the result; times vary.",
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class BenchOptions:
     ] = 128
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with prompt (text, chat) or p (token ids); default: 20."),
+        typer.Option(help="JSON lines with prompt or p (ids), perhaps category; default: 20."),
     ] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts.")] = None
     transformers: Annotated[
@@ -71,17 +81,19 @@ class BenchOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON document alone.")] = False
 
 
+@bench.callback()
 @options.flatten
-def bench(model: ModelOptions, what: BenchOptions) -> None:
-    """Measure speed, acceptance and equality. The ratio is the result; times depend on the day."""
+def _bench(context: typer.Context, model: ModelOptions, what: BenchOptions) -> None:
+    if context.invoked_subcommand is not None:
+        return
     import torch
 
     from hybrid.bench.environment import describe
-    from hybrid.bench.prompts import PROMPTS, read_prompts
+    from hybrid.bench.prompts import PROMPTS, Prompt, read_prompts
 
     strategies = _strategies(what.strategies)
     widths = None if what.widths is None else _numbers(what.widths)
-    texts = PROMPTS if what.prompts is None else read_prompts(what.prompts)
+    prompts = [Prompt(p) for p in PROMPTS] if what.prompts is None else read_prompts(what.prompts)
     if what.threads is not None:
         torch.set_num_threads(what.threads)
     dtypes = [model.dtype] if what.also_dtype is None else [model.dtype, what.also_dtype]
@@ -89,7 +101,7 @@ def bench(model: ModelOptions, what: BenchOptions) -> None:
     if widths is not None:
         measured = _time_widths(decoders, widths)
     else:
-        measured = _compare(model, what, decoders, strategies, texts[: what.limit])
+        measured = _compare(model, what, decoders, strategies, prompts[: what.limit])
     device = next(iter(decoders.values())).backbone.device
     document = {**measured, "environment": describe(device)}
     document["settings"] = {**asdict(model), **document["settings"]}
@@ -99,6 +111,20 @@ def bench(model: ModelOptions, what: BenchOptions) -> None:
     if not what.as_json:
         print_tables(document)
     typer.echo(line)
+
+
+@bench.command()
+def report(
+    page: Annotated[Path, typer.Argument(help="Markdown, such as docs/results.md.")],
+) -> None:
+    """Make the tables of a page again, from the JSON lines that its markers name."""
+    from hybrid.bench.page import render
+
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"page: {page} cannot be read: {error}") from error
+    page.write_text(render(text, page.parent), encoding="utf-8")
 
 
 def _strategies(text: str) -> list[str]:
@@ -152,7 +178,7 @@ def _compare(
     what: BenchOptions,
     decoders: dict[str, HybridDecoder],
     strategies: list[str],
-    texts: Sequence[Any],
+    asked: Sequence[Prompt],
 ) -> dict[str, Any]:
     from hybrid.bench.candidates import SEED, DecoderCandidate
     from hybrid.bench.prompts import encode_prompts
@@ -160,22 +186,25 @@ def _compare(
     from hybrid.bench.runner import WARM_UP_TOKENS, measure
 
     first = next(iter(decoders.values()))
-    prompts = encode_prompts(texts, first)
+    prompts = encode_prompts([prompt.content for prompt in asked], first)
+    categories = [prompt.category for prompt in asked]
+    known = categories if any(categories) else None
     max_seq_len = max(map(len, prompts)) + what.max_new_tokens
     ours = [
-        DecoderCandidate(decoder, strategy, model.num_draft_tokens)
+        DecoderCandidate(decoder, strategy)
         for decoder in decoders.values()
         for strategy in strategies
     ]
     with _baselines(model.model, what, first.backbone, max_seq_len) as baselines:
         candidates = [*baselines, *ours]
         samples = measure(candidates, prompts, what.max_new_tokens, progress=_progress)
-        rows = report_rows(candidates, samples, prompts, what.max_new_tokens)
+        rows = report_rows(candidates, samples, prompts, what.max_new_tokens, known)
     return {
         "kind": "generate",
         "settings": {
             "prompts": "built-in" if what.prompts is None else what.prompts.name,
             "num_prompts": len(prompts),
+            "categories": known,
             "num_prompt_tokens": [len(ids) for ids in prompts],
             "max_new_tokens": what.max_new_tokens,
             "temperature": 0,

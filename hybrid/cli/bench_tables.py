@@ -1,106 +1,63 @@
-"""The tables of ``hybrid bench``, made from its JSON document alone."""
+"""The tables of ``hybrid bench`` on a terminal, as wide or as narrow as it is, or in a pipe."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hybrid.bench.tables import NOTHING, TextTable, machine_of, remarks_of, tables_of
+
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
-# Of a table that is written to a file or a pipe.
-_WIDTH = 140
+_ENDLESS = 10_000
+_HEADING = 8  # columns a heading may take even where words and cells are shorter
 
 
-def print_tables(document: dict[str, Any]) -> None:
+def print_tables(document: Mapping[str, Any]) -> None:
     """Print what the JSON document holds, for people."""
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
-    if document["kind"] == "widths":
-        console.print(_widths_table(document["ms_per_forward"]))
-    else:
-        rows = document["rows"]
-        console.print(_speed_table(rows))
-        console.print(_steps_table([row for row in rows if row["engine"] == "hybrid"]))
-        for line in _divergences(rows):
-            console.print(line, markup=False)
-    env = document["environment"]
-    where = env["gpu"] or f"{env['cpu']}, {env['threads']} threads"
-    console.print(
-        f"{where}; torch {env['torch']}, transformers {env['transformers']}; "
-        f"peak of the whole process {env['peak_memory_mib']:.0f} MiB",
-        markup=False,
-    )
+        # A reader of a pipe has lines of any length; wrapped cells would help nobody.
+        console = Console(highlight=False, width=_ENDLESS)
+    for table in tables_of(document):
+        _print_table(console, table)
+    for line in (*remarks_of(document), machine_of(document)):
+        console.print(line, markup=False, soft_wrap=True)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _print_table(console: Console, table: TextTable) -> None:
+    """Print a table, or what it says row by row where the terminal is too narrow for it."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _widths_table(times: dict[str, dict[str, float]]) -> Table:
-    table = _table("Milliseconds per forward", "rows", *times)
-    for width in next(iter(times.values())):
-        table.add_row(width, *(f"{own[width]:.1f}" for own in times.values()))
-    return table
-
-
-def _speed_table(rows: list[dict[str, Any]]) -> Table:
-    baselines = list(rows[0]["ratios"])
-    ratios = [f"× {name}" for name in baselines]
-    table = _table("Speed", "candidate", *ratios, "tokens/s", "overhead", "planned MiB", "equal to")
-    for row in rows:
-        overhead, memory = row.get("loop_overhead"), row.get("planned_memory_mib")
-        equal = "-"
-        if row["reference"] is not None:
-            equal = f"{row['reference']}: {row['num_greedy_match']}/{len(row['seconds'])}"
-        table.add_row(
-            row["name"],
-            *(f"{row['ratios'][name]:.2f}" for name in baselines),
-            f"{row['tokens_per_second']['p50']:.1f}",
-            "-" if overhead is None else f"{overhead:.1%}",
-            "-" if memory is None else f"{memory:.0f}",
-            equal,
-        )
-    return table
+    title = Text(table.title, style="italic")
+    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, heading in enumerate(table.columns):
+        lines = _wrapped(heading, [row[index] for row in table.rows])
+        grid.add_column(Text(lines), justify="right" if index else "left", no_wrap=True)
+    for row in table.rows:
+        grid.add_row(*map(Text, row))
+    console.print(title)
+    natural = console.measure(grid, options=console.options.update(width=_ENDLESS)).maximum
+    if natural <= console.width:
+        console.print(grid)
+    else:
+        for row in table.rows:
+            console.print(Text(row[0], style="bold"))
+            pairs = Table.grid(padding=(0, 2))
+            for heading, cell in zip(table.columns[1:], row[1:], strict=True):
+                if cell != NOTHING:
+                    pairs.add_row("", Text(heading), Text(cell))
+            console.print(pairs)
+    console.print()
 
 
-def _steps_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table(
-        "Steps",
-        "candidate",
-        "acceptance",
-        "TPF",
-        "prefill/draft/verify",
-        "passes that accepted 0, 1, 2 ...",
-        "ms per forward by width",
-    )
-    for row in rows:
-        times = (row["ms_per_forward"] or {}).items()
-        table.add_row(
-            row["name"],
-            f"{row['acceptance_length']:.2f}",
-            f"{row['tokens_per_forward']:.2f}",
-            "/".join(str(count) for count in row["forwards"].values()),
-            " ".join(map(str, row["acceptance_histogram"])) or "-",
-            ", ".join(f"{width}: {ms:.1f}" for width, ms in times) or "-",
-        )
-    return table
-
-
-def _divergences(rows: list[dict[str, Any]]) -> list[str]:
-    """Return one sentence per row that is not equal to its reference."""
-    return [
-        f"{row['name']} leaves {row['reference']} first in prompt {where['prompt']} at token "
-        f"{where['position']}: expected {where['expected']}, got {where['got']}, top-2 margin "
-        f"{where['margin']:.2g} (largest of all {row['largest_margin']:.2g})."
-        for row in rows
-        if (where := row.get("first_divergence")) is not None
-    ]
+def _wrapped(heading: str, cells: list[str]) -> str:
+    """Return a heading in lines no longer than its longest word or the cells below it."""
+    width = max(_HEADING, *map(len, heading.split()), *map(len, cells))
+    return "\n".join(textwrap.wrap(heading, width))

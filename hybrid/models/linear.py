@@ -91,7 +91,8 @@ class ReorderedLinear(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
         """Copy `weight` [O, I]; `bias` is [O]. `exact` as for `DenseLinear`."""
         self._shape, self.bias = tuple(weight.shape), bias
-        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        self._weight: Tensor = reorder(weight.contiguous(), None)
         self._keeps_lone_row = weight.dtype == torch.float32 and not exact
 
     @staticmethod

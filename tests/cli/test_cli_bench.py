@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import pytest
 import torch
 
+from hybrid.cli.bench_tables import print_tables
 from hybrid.models.tiny import tiny_checkpoint
 
 QUICK = ("--max-new-tokens", "6", "--limit", "2")
@@ -34,8 +36,10 @@ def test_tables_then_one_json_document(run, model, tmp_path, keep_threads) -> No
     document = json.loads(lines[-1])
     assert out.read_text().splitlines() == [lines[-1]]
     table = "\n".join(lines[:-1])
-    assert "× transformers float32" in table
-    assert "transformers float32: 2/2" in table
+    for heading in ("transformers", "× own ar", "draft/verify"):
+        assert heading in table
+    assert "Equal in float32: the tokens of transformers float32." in table
+    assert "By category" not in table
     assert "prompt 2/2" in stderr
 
     settings = document["settings"]
@@ -55,6 +59,7 @@ def test_tables_then_one_json_document(run, model, tmp_path, keep_threads) -> No
     for name in expected:
         row = rows[name]
         assert row["ratios"]["transformers float32"] > 0
+        assert row["ratios"]["ar"] > 0
         assert len(row["seconds"]) == len(row["num_tokens"]) == 2
         assert set(row["tokens_per_second"]) == {"p20", "p50", "p80"}
         assert set(row["forwards"]) == {"prefill", "draft", "verify"}
@@ -79,6 +84,90 @@ def test_json_alone_without_transformers(run, model, tmp_path) -> None:
     assert all(row["num_draft_tokens"] <= 2 for row in document["rows"])
 
 
+def test_categories_are_reported(run, model, tmp_path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = ['{"prompt": "a", "category": "chat"}', '{"prompt": "b", "category": "code"}']
+    prompts.write_text("\n".join([*lines, lines[0]]))
+    args = ("bench", "--model", model, "--no-transformers", "-n", "4", "--prompts", str(prompts))
+    code, stdout, _ = run(*args, "--strategies", "ar,ngram")
+    assert code == 0
+    *lines, last = stdout.splitlines()
+    document = json.loads(last)
+    assert document["settings"]["categories"] == ["chat", "code", "chat"]
+    found = document["rows"][1]["by_category"]
+    assert {name: own["num_prompts"] for name, own in found.items()} == {"chat": 2, "code": 1}
+    assert sum(own["num_greedy_match"] for own in found.values()) == 3
+    (row,) = (line.split() for line in lines if line.startswith("code "))
+    assert (row[:2], row[2:4], row[-1]) == (["code", "float32"], ["ngram", "1"], "1/1")
+
+
+def long_document() -> dict[str, Any]:
+    """What twenty widths, a long name and a difference make."""
+    row = {
+        "name": "float32 " + "x" * 30, "engine": "hybrid", "dtype": "float32", "reference": "ar",
+        "strategy": "ngram", "drafter": "ngram", "num_draft_tokens": 20, "seconds": [1.0],
+        "num_tokens": [3], "ratios": {"transformers float32": 1.0, "ar": 1.0},
+        "tokens_per_second": {"p50": 7.0}, "num_greedy_match": 0, "acceptance_length": 1.5,
+        "acceptance_histogram": [1] * 21, "tokens_per_forward": 1.5, "loop_overhead": 0.01,
+        "forwards": {"prefill": 1, "draft": 0, "verify": 2}, "planned_memory_mib": 10.0,
+        "ms_per_forward": {str(width): float(width) for width in range(1, 22)},
+        "largest_margin": 0.5, "first_divergence": {
+            "prompt": 0, "position": 1, "expected": 2, "got": 3, "margin": 0.25,
+        },
+    }  # fmt: skip
+    environment = {"gpu": None, "cpu": "CPU", "threads": 1, "torch": "2", "transformers": "5"}
+    environment["peak_memory_mib"] = 9.0
+    return {"kind": "generate", "rows": [row], "environment": environment}
+
+
+def printed(capsys, monkeypatch, width: int | None) -> list[str]:
+    """The lines that the tables of `long_document` take on a terminal, or in a pipe."""
+    from rich import console
+
+    if width is not None:
+        terminal = functools.partial(
+            console.Console, width=width, force_terminal=True, color_system=None
+        )
+        monkeypatch.setattr(console, "Console", terminal)
+    print_tables(long_document())
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("width", [30, 59, 80, 200])
+def test_tables_fit_the_terminal(capsys, monkeypatch, width) -> None:
+    lines = printed(capsys, monkeypatch, width)
+    sentences = ("Equal in", "float32 " + "x" * 30 + " leaves", "CPU,")  # the terminal wraps them
+    tables = [line for line in lines if not line.startswith(sentences)]
+    assert max(map(len, tables)) <= width
+    assert "…" not in "".join(tables)
+    words = " ".join(tables).split()
+    assert {"1.0", "21.0", "95%", "5%", "0/1", "0/2", "ngram"} <= set(words)
+
+
+def test_a_pipe_gets_a_line_per_row(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = printed(capsys, monkeypatch, None)
+    (times,) = (line for line in lines if "21.0" in line)
+    assert times.split()[1:] == ["x" * 30, *(f"{width:.1f}" for width in range(1, 22))]
+    assert sum("leaves ar first in prompt 0" in line and "0.5" in line for line in lines) == 1
+
+
+def test_report_fills_a_page(run, tmp_path) -> None:
+    document = long_document()
+    document["settings"] = dict.fromkeys(("num_prompts", "max_new_tokens", "batch", "prompts"), 1)
+    document["environment"] |= {"git_sha": None, "is_dirty": None, "date": "2026-11-29T18:44:27"}
+    (tmp_path / "x.jsonl").write_text(json.dumps(document))
+    page = tmp_path / "page.md"
+    page.write_text("Über\n<!-- bench:begin x.jsonl -->\n<!-- bench:end -->\n", encoding="utf-8")
+    assert run("bench", "report", str(page)) == (0, "", "")
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("Über\n<!-- bench:begin x.jsonl -->\n\n`x.jsonl` line 1, 2026-11-29")
+    assert "| 95% |" in text
+    code, _, stderr = run("bench", "report", str(tmp_path / "none.md"))
+    assert code == 1
+    assert "none.md cannot be read" in stderr
+
+
 def test_a_difference_is_printed(run, model, monkeypatch) -> None:
     from hybrid.bench.candidates import Answer, DecoderCandidate
 
@@ -94,7 +183,7 @@ def test_a_difference_is_printed(run, model, monkeypatch) -> None:
     monkeypatch.setattr(DecoderCandidate, "generate", generate)
     code, stdout, _ = run("bench", "--model", model, *QUICK, "--no-transformers")
     assert code == 0
-    assert "float32 ar: 0/2" in stdout
+    assert " 0/2" in stdout
     assert "float32 ngram leaves float32 ar first in prompt 0 at token 0" in stdout
 
 

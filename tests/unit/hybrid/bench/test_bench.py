@@ -11,22 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import UniformDrafter
 
 from hybrid import HybridDecoder
 from hybrid.bench import llama_cpp as llama_cpp_module
 from hybrid.bench import report
-from hybrid.bench.candidates import (
-    Answer,
-    DecoderCandidate,
-    TransformersCandidate,
-    precision,
-)
+from hybrid.bench.candidates import Answer, DecoderCandidate, TransformersCandidate, precision
 from hybrid.bench.environment import describe
 from hybrid.bench.llama_cpp import LlamaCpp, gguf_file
-from hybrid.bench.prompts import PROMPTS, encode_prompts, read_prompts
+from hybrid.bench.prompts import PROMPTS, Prompt, encode_prompts, read_prompts
 from hybrid.bench.runner import Sample, measure, rotated
 from hybrid.bench.widths import time_widths
 from hybrid.errors import CheckpointError, ConfigError
+from hybrid.metrics import acceptance_by_position
 from hybrid.models.linear import PackedLinear
 from hybrid.models.reference import TransformersReference
 from hybrid.models.tiny import tiny_checkpoint
@@ -209,12 +206,13 @@ def test_the_reference_is_transformers_in_float32_and_own_ar_elsewhere() -> None
 
 
 def test_engine_numbers_add_up(decoder) -> None:
-    candidate = DecoderCandidate(decoder, "ngram", num_draft_tokens=3)
+    candidate = DecoderCandidate(HybridDecoder(decoder.backbone, num_draft_tokens=3), "ngram")
     samples = measure([candidate], PROMPT_IDS, 24)
     row = report.report_rows([candidate], samples, PROMPT_IDS, 24)[0]
     records = [r for s in samples[candidate.name] for r in s.answer.records]
     assert row["num_draft_tokens"] == 3
     assert row["forwards"] == {"prefill": 2, "draft": 0, "verify": len(records) - 2}
+    assert row["acceptance_by_position"] == acceptance_by_position(row["acceptance_histogram"], 3)
     assert sum(row["acceptance_histogram"]) == sum(r.mode == Mode.SPECULATIVE for r in records)
     assert row["acceptance_length"] == pytest.approx(
         (sum(row["num_tokens"]) - 2) / row["forwards"]["verify"]
@@ -225,6 +223,15 @@ def test_engine_numbers_add_up(decoder) -> None:
     }
     assert row["planned_memory_mib"] > 0
     assert all(event.text == "" for event in candidate.decoder.stream([5], max_new_tokens=3))
+
+
+def test_a_drafter_that_is_an_object_is_measured(decoder) -> None:
+    drafter = UniformDrafter(decoder.backbone.vocab_size)
+    model = HybridDecoder(decoder.backbone, decoder.tokenizer, drafter=drafter)
+    candidate = DecoderCandidate(model, "speculative")
+    assert candidate.generate(PROMPT_IDS[0], 9).stats.num_drafted > 0
+    assert candidate.decoder.tokenizer is None
+    assert model.tokenizer is not None
 
 
 def test_next_logits_agree_with_transformers(decoder, transformers) -> None:
@@ -295,11 +302,14 @@ def test_prompts_become_chat_messages_or_stay_ids(decoder, tmp_path) -> None:
     assert encoded[2] == [4, 5]
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one"}\n\n{"prompt": "two", "p": [1, 2]}\n')
-    assert read_prompts(file) == ["one", [1, 2]]
+    assert read_prompts(file) == [Prompt("one"), Prompt([1, 2])]
+    file.write_text('{"prompt": "one", "category": "chat"}')
+    assert read_prompts(file) == [Prompt("one", "chat")]
     for text, message in (
         ('{"q": 1}', "line 1"),
         ('{"prompt": "one"}\n[]', "line 2"),
         ("nonsense", "line 1"),
+        ('{"prompt": "one", "category": 1}', "category: got 1"),
         ("", "is empty"),
     ):
         file.write_text(text)
