@@ -7,44 +7,14 @@ holds ``notest`` is only shown.
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pages import read_blocks, read_commands, run_command, run_python
 from repository import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
-COMMAND_SECONDS = 100
-
-
-@dataclass(frozen=True)
-class Block:
-    """One fenced block; `line` is that of its first line of code."""
-
-    language: str
-    code: str
-    line: int
-
-
-def read_blocks(text: str) -> list[Block]:
-    """Return the blocks that can be run."""
-    blocks = []
-    for match in FENCE.finditer(text):
-        language, info, code = match.groups()
-        if language in {"python", "console", "bash"} and "notest" not in info.split():
-            blocks.append(Block(language, code, text.count("\n", 0, match.start(3)) + 1))
-    return blocks
-
-
-def read_commands(code: str) -> list[str]:
-    """Return the ``hybrid`` commands of a console block."""
-    joined = code.replace("\\\n", " ")
-    return [s[2:] for s in joined.splitlines() if s.startswith("$ hybrid ")]
 
 
 def run_page(path: Path, folder: Path) -> int:
@@ -52,32 +22,13 @@ def run_page(path: Path, folder: Path) -> int:
     count, namespace = 0, {"__name__": "__page__"}
     for block in read_blocks(path.read_text(encoding="utf-8")):
         if block.language == "python":
-            # Blank lines before the code make a traceback name the page's own line.
-            code = compile(
-                "\n" * (block.line - 1) + block.code, str(path), "exec", dont_inherit=True
-            )
-            exec(code, namespace)
+            run_python(block, path, namespace)
             count += 1
             continue
         for command in read_commands(block.code):
-            _run_command(command, folder, f"{path.name}:{block.line}")
+            run_command(command, folder, f"{path.name}:{block.line}")
             count += 1
     return count
-
-
-def _run_command(command: str, folder: Path, where: str) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env={**os.environ, "PATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_SECONDS,
-    )
-    assert done.returncode == 0, f"{where}: {command}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.default_model
@@ -132,7 +83,7 @@ def test_blocks_and_commands_are_found(tmp_path: Path) -> None:
 
 def test_blocks_share_a_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setitem(run_page.__globals__, "_run_command", lambda *args: ran.append(args[0]))
+    monkeypatch.setitem(run_page.__globals__, "run_command", lambda *args: ran.append(args[0]))
     assert run_page(_sample(tmp_path, 21), tmp_path) == 3
     assert len(ran) == 1
 
@@ -140,7 +91,7 @@ def test_blocks_share_a_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_failing_block_fails_on_the_pages_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(run_page.__globals__, "_run_command", lambda *args: None)
+    monkeypatch.setitem(run_page.__globals__, "run_command", lambda *args: None)
     with pytest.raises(AssertionError) as caught:
         run_page(_sample(tmp_path, 22), tmp_path)
     assert caught.traceback[-1].lineno + 1 == 20
@@ -148,5 +99,5 @@ def test_a_failing_block_fails_on_the_pages_line(
 
 def test_a_failing_command_fails(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="page.md:7"):
-        _run_command(f'"{sys.executable}" -c "raise SystemExit(3)"', tmp_path, "page.md:7")
-    _run_command(f'"{sys.executable}" -c pass', tmp_path, "page.md:7")
+        run_command(f'"{sys.executable}" -c "raise SystemExit(3)"', tmp_path, "page.md:7")
+    run_command(f'"{sys.executable}" -c pass', tmp_path, "page.md:7")
