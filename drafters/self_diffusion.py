@@ -1,8 +1,9 @@
-"""Self-diffusion: the target drafts for itself, in one bidirectional pass over masked slots.
+"""Self-diffusion: the target drafts for itself, in passes over slots behind the anchor.
 
-The pass enters late, reads the same cache as the AR mode, and writes its K/V to scratch positions
-that the verify pass overwrites. Related: arXiv:2507.11851 (gated LoRA on mask tokens).
-Next: verifiers/rejection.py.
+A pass reads the same cache as the AR mode, and writes its K/V to scratch positions that the verify
+pass overwrites. Masked slots see each other, and the pass may enter late (related:
+arXiv:2507.11851, gated LoRA on mask tokens); random tokens are attended to causally, as SGLang's
+UNO does. Next: verifiers/rejection.py.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybrid.attention.pattern import bidirectional
+from hybrid.attention.pattern import bidirectional, causal
 from hybrid.models.adapter import DiffusionAdapter
+from hybrid.models.draft_input import MASKED, noise, reveal
 from hybrid.protocols import Backbone, DraftState, Entry
 from hybrid.sampling import argmax, probs, process_logits, sample
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 
 class SelfDiffusionDrafter:
-    """Fills up to K masked slots behind the anchor with the backbone's own later layers."""
+    """Fills up to K slots behind the anchor with the backbone's own layers."""
 
     name = "self-diffusion"
 
@@ -34,32 +36,20 @@ class SelfDiffusionDrafter:
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
         """Propose K tokens per row: argmax where the row is greedy, else a draw and its law.
 
-        One pass fills all slots; then tokens are chosen left to right, because a slot may ask
-        which tokens were chosen before it.
+        The last pass fills all slots that are still masked. Those before it give argmax tokens,
+        for sampled rows too: a slot's law may depend on a token that stands behind it only if that
+        token was not drawn. Given the context such tokens are certain, so their law is a point.
         """
-        rows = state.rows
+        rows, head = state.rows, self._adapter.head
         count = min(plan.num_draft_tokens, self.max_draft_tokens)
-        slots = self._slots(state, count)  # [B, K, C]
-        head, device = self._adapter.head, self._backbone.device
-        before = torch.tensor([row.tokens[-1:-3:-1] for row in rows], device=device)  # [B, 2]
-        is_plain = all(r.sampling.is_greedy and not r.sampling.has_penalties for r in rows)
-        chosen, laws = [], []
-        for slot in range(count):
-            logits = head.logits(slots[:, slot], before)
-            if is_plain:
-                tokens = head.token_ids(argmax(logits))
-            else:
-                drafted = [[int(t[b]) for t in chosen] for b in range(len(rows))]
-                tokens, law = self._draw(rows, drafted, head.over_vocabulary(logits))
-                laws.append(law)
-            chosen.append(tokens)
-            before = torch.stack([tokens, before[:, 0]], dim=1)
-        return Proposal(
-            torch.stack(chosen, dim=1),
-            (count,) * len(rows),
-            draft_probs=None if is_plain else torch.stack(laws, dim=1),
-            num_forwards=1,
-        )
+        known = torch.full((len(rows), count), MASKED, device=self._backbone.device)
+        num_passes = min(self._adapter.config.num_passes, count)
+        for done in range(1, num_passes):
+            slots = self._slots(state, known)
+            logits = head.logits(slots.flatten(0, 1), None).view(*known.shape, -1)
+            known = reveal(logits, head.vocabulary, known, count * done // num_passes)
+        chosen, laws = self._choose(rows, self._slots(state, known), known)
+        return Proposal(chosen, (count,) * len(rows), laws, num_forwards=num_passes)
 
     def observe(self, record: StepRecord) -> None:
         """Learn nothing: the draft depends on the model alone."""
@@ -67,35 +57,79 @@ class SelfDiffusionDrafter:
     def reset(self) -> None:
         """Forget nothing: there is no state."""
 
-    def _slots(self, state: DraftState, num_draft_tokens: int) -> Tensor:
-        """Run the draft pass. Returns the masked slots' last hidden states [B, K, C]."""
-        backbone, width = self._backbone, num_draft_tokens + 1
+    def _slots(self, state: DraftState, known: Tensor) -> Tensor:
+        """Run a draft pass. Returns the states after the last layer [B, K, C], a row a token.
+
+        Args:
+            state: what to draft behind.
+            known: [B, K] ids of the slots, or `MASKED`.
+        """
+        backbone, adapter, config = self._backbone, self._adapter, self._adapter.config
         device, last = backbone.device, backbone.num_layers - 1
-        anchors = torch.tensor([row.anchor for row in state.rows], device=device)
-        is_masked = torch.arange(width, device=device) > 0
+        width = config.num_rows(known.shape[1])
+        if config.corruption == "uniform":
+            drawn = [
+                noise(row.sampling.seed or 0, row.cached_len, width - 1, backbone.vocab_size)
+                for row in state.rows
+            ]
+            known = torch.tensor(drawn, dtype=torch.long, device=device)
+        anchors = torch.tensor([[row.anchor] for row in state.rows], device=device)
         # The anchor has no K/V yet: it stands at the first scratch position.
         starts = [row.cached_len for row in state.rows]
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(
             width, device=device
         )
+        pattern = causal if config.corruption == "uniform" else bidirectional
+        inputs = adapter.draft_input(torch.cat([anchors, known], dim=1), state.hidden)
         out = backbone.forward(
             None,
             positions,
-            bidirectional(starts, width),
+            pattern(starts, width),
             state.cache,
             [row.row for row in state.rows],
             num_logits=0,
             taps=(last,),
-            entry=Entry(
-                self._adapter.config.entry_layer,
-                self._adapter.draft_input(anchors, state.hidden, is_masked),
-                self._adapter,
-            ),
+            entry=Entry(config.entry_layer, inputs, adapter.for_pass(width)),
         )
-        return out.hidden[last][:, 1:]  # slot 0 holds the anchor; slot j predicts its own position
+        return out.hidden[last][:, 1 - config.logit_shift :]
+
+    def _choose(
+        self, rows: Sequence[SequenceState], slots: Tensor, known: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Choose tokens left to right, because a slot may ask which were chosen before it.
+
+        Returns:
+            Tokens [B, K] and their laws [B, K, V], None where all rows are plain and greedy.
+        """
+        head, count = self._adapter.head, known.shape[1]
+        before = torch.tensor([row.tokens[-1:-3:-1] for row in rows], device=slots.device)  # [B, 2]
+        is_plain = all(r.sampling.is_greedy and not r.sampling.has_penalties for r in rows)
+        # Slots that ask nothing share one product, so that the head is read once.
+        at_once = None
+        if head.sampler is None:
+            at_once = head.logits(slots.flatten(0, 1), None).view(len(rows), count, -1)
+        chosen: list[Tensor] = []
+        laws: list[Tensor] = []
+        for slot in range(count):
+            logits = head.logits(slots[:, slot], before) if at_once is None else at_once[:, slot]
+            if is_plain:
+                tokens = head.token_ids(argmax(logits))
+                tokens = torch.where(known[:, slot] == MASKED, tokens, known[:, slot])
+            else:
+                drafted = [[int(t[b]) for t in chosen] for b in range(len(rows))]
+                logits = head.over_vocabulary(logits)
+                tokens, law = self._draw(rows, drafted, logits, known[:, slot].tolist())
+                laws.append(law)
+            chosen.append(tokens)
+            before = torch.stack([tokens, before[:, 0]], dim=1)
+        return torch.stack(chosen, dim=1), None if is_plain else torch.stack(laws, dim=1)
 
     def _draw(
-        self, rows: Sequence[SequenceState], drafted: Sequence[Sequence[int]], logits: Tensor
+        self,
+        rows: Sequence[SequenceState],
+        drafted: Sequence[Sequence[int]],
+        logits: Tensor,
+        known: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """Choose a token [B] for each row with the target's own transforms; also the laws [B, V].
 
@@ -103,6 +137,7 @@ class SelfDiffusionDrafter:
             rows: the active rows.
             drafted: tokens chosen so far; penalties count them, as the target's will.
             logits: [B, V] of the slot.
+            known: the slot's tokens where an earlier pass has chosen them, or `MASKED`.
         """
         tokens, laws = [], []
         for b, row in enumerate(rows):
@@ -114,8 +149,8 @@ class SelfDiffusionDrafter:
                 (),
                 self._backbone.eos_token_ids,
             )[0]
-            if row.sampling.is_greedy:
-                token = int(processed.argmax())
+            if row.sampling.is_greedy or known[b] != MASKED:
+                token = int(processed.argmax()) if known[b] == MASKED else known[b]
                 law = torch.zeros_like(processed, dtype=torch.float32)
                 law[token] = 1.0
             else:

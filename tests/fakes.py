@@ -47,16 +47,10 @@ from hybrid.decode.step import Engine
 from hybrid.decode.stopping import StopRule
 from hybrid.decoder import HybridDecoder
 from hybrid.drafters.dflash import DFlashDrafter
-from hybrid.models.adapter import (
-    ATTENTION,
-    MLP,
-    PEFT_PREFIX,
-    DiffusionAdapter,
-    DraftConfig,
-    base_shape,
-)
+from hybrid.models.adapter import DiffusionAdapter
 from hybrid.models.checkpoint import open_checkpoint
 from hybrid.models.dflash import DFlashModel, DFlashSpec
+from hybrid.models.draft_config import DraftConfig, base_shape, lora_prefix, projection_shapes
 from hybrid.models.families import spec_from_config
 from hybrid.models.tiny import byte_tokenizer, tiny_checkpoint
 from hybrid.models.tokenizer import Tokenizer
@@ -228,30 +222,38 @@ def with_eos(backbone: NativeBackbone, *eos_token_ids: int) -> NativeBackbone:
 
 
 def random_adapter(
-    backbone: NativeBackbone, num_draft_tokens: int = 7, seed: int = 0
+    backbone: NativeBackbone, num_draft_tokens: int = 7, seed: int = 0, **fields: Any
 ) -> DiffusionAdapter:
-    """Return an untrained diffusion adapter: its drafts are noise that a verifier must survive."""
+    """Return an untrained diffusion adapter: its drafts are noise that a verifier must survive.
+
+    `fields` are further ones of its configuration; by default it enters at layer 1.
+    """
     spec, generator = backbone.spec, torch.Generator().manual_seed(seed)
-    config = DraftConfig(num_draft_tokens, 1, (0, spec.num_layers - 1), 2, 4, base_shape(backbone))
-    width, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    groups, inner = spec.num_kv_heads * spec.head_dim, spec.intermediate_size
-    sizes = {"q_proj": (width, heads), "k_proj": (width, groups), "v_proj": (width, groups)}
-    sizes |= {"o_proj": (heads, width), "gate_proj": (width, inner), "up_proj": (width, inner)}
-    sizes |= {"down_proj": (inner, width)}
-    shapes: dict[str, tuple[int, ...]] = {
-        "norm.weight": (width,),
-        "slots": (num_draft_tokens + 1, width),
-        "mask": (width,),
-        "project": (width, 2 * width),
-        "features": (width, len(config.feature_layers) * width),
+    is_late = fields.get("entry_layer", 1) > 0
+    own: dict[str, Any] = {
+        "entry_layer": 1,
+        "feature_layers": (0, spec.num_layers - 1) if is_late else (),
+        **fields,
     }
+    config = DraftConfig(num_draft_tokens, rank=2, lora_alpha=4, base=base_shape(backbone), **own)
+    width, size = spec.hidden_size, config.sampler_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.train_norms:
+        shapes["norm.weight"] = (width,)
+    if is_late:
+        shapes["slots"], shapes["mask"] = (num_draft_tokens + 1, width), (width,)
+        shapes["project"] = (width, 2 * width)
+        shapes["features"] = (width, len(config.feature_layers) * width)
+    if size:
+        shapes["sampler.gate_up"], shapes["sampler.down"] = (2 * size, 3 * width), (width, size)
     for index in range(config.entry_layer, spec.num_layers):
-        shapes[f"layers.{index}.input_norm"] = shapes[f"layers.{index}.post_norm"] = (width,)
-        for block, names in (("self_attn", ATTENTION), ("mlp", MLP)):
-            for name in names:
-                prefix = f"{PEFT_PREFIX}.{index}.{block}.{name}"
-                shapes[f"{prefix}.lora_A.weight"] = (config.rank, sizes[name][0])
-                shapes[f"{prefix}.lora_B.weight"] = (sizes[name][1], config.rank)
+        if config.train_norms:
+            shapes[f"layers.{index}.input_norm"] = shapes[f"layers.{index}.post_norm"] = (width,)
+        for name, (inputs, outputs) in projection_shapes(spec).items():
+            if name in config.targets:
+                prefix = lora_prefix(index, name)
+                shapes[f"{prefix}.lora_A.weight"] = (config.rank, inputs)
+                shapes[f"{prefix}.lora_B.weight"] = (outputs, config.rank)
     tensors = {n: torch.randn(s, generator=generator) * 0.3 for n, s in shapes.items()}
     return DiffusionAdapter(backbone, config, tensors)
 

@@ -54,15 +54,16 @@ class DraftHead:
     vocabulary: Tensor | None
     sampler: SamplerHead | None
 
-    def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, before: Tensor | None) -> Tensor:
         """Return [N, V'] scores of each slot's tokens.
 
         Args:
             hidden: [N, C] states after the last layer.
-            before: [N, 2] ids of the tokens before each slot, the nearer one first. Without a
-                sampler head they do not matter.
+            before: [N, 2] ids of the tokens before each slot, the nearer one first; None where
+                there is no sampler head to ask for them.
         """
         if self.sampler is not None:
+            assert before is not None
             hidden = self.sampler(hidden, F.embedding(before, self.embedding))
         return self.output(F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.norm_eps))
 
@@ -79,11 +80,11 @@ class DraftHead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights that are not the target's."""
+        """Bytes of the weights that are not the target's, the norm apart."""
         parts = [] if self.vocabulary is None else [self.output]
         parts += [] if self.sampler is None else [self.sampler.gate_up, self.sampler.down]
         ids = 0 if self.vocabulary is None else self.vocabulary.numel() * 8
-        return sum(part.nbytes for part in parts) + ids + self.norm.numel() * self.norm.itemsize
+        return sum(part.nbytes for part in parts) + ids
 
 
 def unit_norm(x: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ import torch
 from hybrid import __version__
 from hybrid.errors import CheckpointError
 from hybrid.training.checkpoint import read_metrics
-from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 from hybrid.training.data import data_sha256
-from hybrid.training.self_diffusion.export import base_name
 from hybrid.training.files import replacing
+from hybrid.training.self_diffusion.config import SelfDiffusionConfig
+from hybrid.training.self_diffusion.export import base_name
 
 _FLAGS = {"data", "output", "model", "steps", "learning_rate", "seed"}  # the others go by --set
 _TEMPLATE = """---
@@ -31,14 +31,14 @@ tags: [hybrid-decoder, self-speculative-decoding, diffusion, lora]
 
 # Diffusion adapter for {base}
 
-It lets the model draft {num_draft_tokens} tokens for itself in one bidirectional pass over masked
-slots, which its own autoregressive mode then verifies. The adapter acts in draft passes only: the
-autoregressive logits and the key-value cache stay those of the base model, bit for bit.
+It lets the model draft {num_draft_tokens} tokens for itself in {passes}
+{slots}, which its own autoregressive mode then verifies.
+The adapter acts in draft passes only: the autoregressive logits and the key-value cache stay those
+of the base model, bit for bit.
 
     HybridDecoder.from_pretrained({model!r}, adapter="this folder")
 
-The low-rank weights are a PEFT adapter (`adapter_model.safetensors`). On their own they do not
-draft: the draft's input and norms are in `draft_model.safetensors`.
+The low-rank weights are a PEFT adapter (`adapter_model.safetensors`). {peft}
 
 ## Training
 
@@ -55,9 +55,9 @@ draft: the draft's input and norms are in `draft_model.safetensors`.
 
 ## Acceptance
 
-On the held-out examples, greedy, every eighth position: share of drafted tokens that equal the
-base model's own, by position behind the anchor. Expected acceptance length (leading right tokens,
-plus the one that the base model adds): **{length:.2f}**.
+On the held-out examples, greedy: share of drafted tokens that equal the base model's own if those
+before them do, by position behind the anchor. Expected acceptance length (leading right tokens of a
+draft, plus the one that the base model adds): **{length:.2f}**.
 
 | {header} |
 |{rule}|
@@ -67,6 +67,15 @@ plus the one that the base model adds): **{length:.2f}**.
 
 Apache-2.0, as the base model.
 """
+
+_SLOTS = {
+    "mask": "over masked slots that see each other",
+    "uniform": "over random tokens, the anchor's row with the base weights, attention causal",
+}
+_PLAIN = """That is all of it: stock PEFT
+drafts with it (activated LoRA), and so does any server that takes such an adapter."""
+_NOT_PLAIN = """On their own they do
+not draft: the rest of the draft pass is in `draft_model.safetensors`."""
 
 
 def write_card(run: Path) -> Path:
@@ -90,11 +99,14 @@ def write_card(run: Path) -> Path:
     if not rows:
         raise CheckpointError(f"{run} has no evaluation yet, expected one in metrics.jsonl.")
     last, accuracy = rows[-1], rows[-1]["accuracy_by_position"]
-    sha256 = data_sha256(config.data)
+    sha256, card = data_sha256(config.data), run / "adapter" / "README.md"
     text = _TEMPLATE.format(
         base=base_name(config.model),
         model=_shown(config.model),
         num_draft_tokens=config.num_draft_tokens,
+        passes="one pass" if config.num_passes == 1 else f"{config.num_passes} passes",
+        slots=_SLOTS[config.corruption],
+        peft=_NOT_PLAIN if (card.parent / "draft_model.safetensors").exists() else _PLAIN,
         data=config.data.name,
         num_examples=sum(bool(line.strip()) for line in config.data.read_bytes().split(b"\n")),
         num_eval=config.num_eval_sequences,
@@ -109,7 +121,6 @@ def write_card(run: Path) -> Path:
         rule="|".join("---" for _ in accuracy),
         accuracy=" | ".join(f"{100 * share:.0f} %" for share in accuracy),
     )
-    card = run / "adapter" / "README.md"
     with replacing(card) as part:
         part.write_text(text, encoding="utf-8")
     return card

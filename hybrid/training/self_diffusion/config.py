@@ -1,13 +1,18 @@
-"""Configuration of the self-diffusion recipe. Next: hybrid/training/self_diffusion/draft_model.py."""
+"""Configuration of the self-diffusion recipe.
+
+Next: hybrid/training/self_diffusion/draft_model.py.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from hybrid.training.config import Positive, Rate, TrainConfig
 
+_Count = Annotated[int, Field(ge=0)]
+_Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -15,13 +20,25 @@ class SelfDiffusionConfig(TrainConfig):
     """How a diffusion adapter is trained; the fields of `TrainConfig`, and these.
 
     Attributes:
-        num_draft_tokens: K masked slots behind the anchor.
+        num_draft_tokens: K, tokens drafted behind the anchor.
         short_draft_tokens: slots of the steps that train a short draft instead of K.
         short_share: share of such steps.
-        entry_layer: first layer of the draft pass.
-        feature_layers: layers whose output at the anchor's predecessor enters the draft input.
+        entry_layer: first layer of the draft pass; 0 runs the whole model, and slots enter as
+            tokens.
+        feature_layers: layers whose output at the anchor's predecessor enters the draft input;
+            none with entry_layer 0.
         rank: r of the low-rank updates.
         lora_alpha: scale of the updates is lora_alpha / rank.
+        targets: projections that get low-rank updates.
+        train_norms: give the draft pass norms of its own; without them, entry_layer 0,
+            sampler_size 0 and the whole vocabulary make a plain PEFT adapter.
+        corruption: "mask" drafts from masked slots that see each other; "uniform" from random
+            tokens under causal attention, the anchor's row with the base weights, as SGLang's UNO
+            does; it needs a plain adapter.
+        mask_token_id: token of a masked slot with entry_layer 0; None takes the model's own mask
+            token, or a special one that the data leave free.
+        num_passes: denoising passes of a draft; each but the last tells the next its surest tokens,
+            and training shows slots that many true tokens.
         sampler_size: inner width of the head that makes a slot's choice know the tokens chosen
             before it (arXiv:2507.11851); 0 is none.
         draft_vocab_size: the draft chooses among so many tokens, the most frequent in the
@@ -38,16 +55,16 @@ class SelfDiffusionConfig(TrainConfig):
     num_draft_tokens: Positive = 8
     short_draft_tokens: Positive = 3
     short_share: _Share = 0.0
-    entry_layer: Positive = 20
-    feature_layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (
-        2,
-        10,
-        19,
-        28,
-    )
+    entry_layer: _Count = 20
+    feature_layers: tuple[_Count, ...] = (2, 10, 19, 28)
     rank: Positive = 32
     lora_alpha: Rate = 32.0
-    sampler_size: Annotated[int, Field(ge=0)] = 768
+    targets: Annotated[tuple[_Target, ...], Field(min_length=1)] = get_args(_Target)
+    train_norms: bool = True
+    corruption: Literal["mask", "uniform"] = "mask"
+    mask_token_id: _Count | None = None
+    num_passes: Positive = 1
+    sampler_size: _Count = 768
     draft_vocab_size: Positive | None = None
     anchors_per_sequence: Positive = 32
     decay: Rate = 4.0

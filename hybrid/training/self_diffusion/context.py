@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid.attention.pattern import causal
-from hybrid.models.adapter import DraftConfig
+from hybrid.models.draft_config import DraftConfig
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training.data import Example
 from hybrid.types import Write
@@ -52,6 +52,6 @@ def target_context(
     return TargetContext(
         tokens,
         len(example.prompt),
-        cache.data[config.entry_layer :, :, 0].clone(),
+        cache.data[config.entry_layer :, :, 0, :, :length].clone(),
         {layer: value[0].clone() for layer, value in out.hidden.items()},
     )

@@ -1,29 +1,47 @@
 """`DraftModel`: the draft pass as a differentiable module, many anchors over one clean context.
 
 It computes what drafters/self_diffusion.py computes with the engine's layers, and is tested
-against it. Next: hybrid/training/self_diffusion/trainer.py.
+against it. Next: hybrid/training/self_diffusion/recipe.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid.errors import ConfigError
-from hybrid.models.adapter import (
+from hybrid.models.draft_config import (
     ATTENTION,
     MLP,
-    PEFT_PREFIX,
     DraftConfig,
+    lora_prefix,
     projection_shapes,
 )
 from hybrid.models.draft_head import unit_norm
+from hybrid.models.draft_input import MASKED, LateInput, TokenInput
 from hybrid.models.linear import DenseLinear, Linear
 from hybrid.models.transformer import Layer, NativeBackbone
 from hybrid.training.self_diffusion.context import TargetContext
 
 Masks = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What the layers of one draft pass share.
+
+    Attributes:
+        rotation: cosines and sines [N T, 1, D].
+        masks: for each sliding window, see `DraftModel._masks`.
+        gate: [N T, 1], 0 where a row runs the base weights; None when all rows are updated.
+    """
+
+    rotation: tuple[Tensor, Tensor]
+    masks: dict[int | None, Masks]
+    gate: Tensor | None
 
 
 class LoraPair(nn.Module):
@@ -38,15 +56,22 @@ class LoraPair(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Trainable part of one layer: seven low-rank updates and two norms."""
+    """Trainable part of one layer: low-rank updates, and two norms if it has its own."""
 
-    def __init__(self, backbone: NativeBackbone, layer: Layer, rank: int) -> None:
+    def __init__(self, backbone: NativeBackbone, layer: Layer, config: DraftConfig) -> None:
         """Start as the base layer."""
         super().__init__()
-        shapes = projection_shapes(backbone.spec)
-        self.lora = nn.ModuleDict({n: LoraPair(*shape, rank) for n, shape in shapes.items()})
-        self.input_norm = nn.Parameter(layer.input_norm.float().clone())
-        self.post_norm = nn.Parameter(layer.post_norm.float().clone())
+        self.lora = nn.ModuleDict(
+            {
+                name: LoraPair(*shape, config.rank)
+                for name, shape in projection_shapes(backbone.spec).items()
+                if name in config.targets
+            }
+        )
+        self.input_norm, self.post_norm = layer.input_norm, layer.post_norm
+        if config.train_norms:
+            self.input_norm = nn.Parameter(layer.input_norm.float().clone())
+            self.post_norm = nn.Parameter(layer.post_norm.float().clone())
 
 
 class SamplerHead(nn.Module):
@@ -78,7 +103,7 @@ class DraftModel(nn.Module):
         """Create the parameters; torch's global seed decides their values.
 
         Raises:
-            ConfigError: layers outside the model, or packed weights.
+            ConfigError: options that do not fit the model or each other, or packed weights.
         """
         super().__init__()
         _check(backbone, config)
@@ -87,20 +112,27 @@ class DraftModel(nn.Module):
         assert isinstance(backbone.head, DenseLinear)
         self.head = backbone.head.weight  # [V, C], frozen
         self.layers = nn.ModuleList(
-            DraftLayer(backbone, layer, config.rank)
-            for layer in backbone.layers[config.entry_layer :]
+            DraftLayer(backbone, layer, config) for layer in backbone.layers[config.entry_layer :]
         )
-        self.norm = nn.Parameter(backbone.norm.float().clone())
-        self.slots = nn.Parameter(torch.zeros(config.num_draft_tokens + 1, width))
-        self.mask = nn.Parameter(torch.randn(width) * backbone.embedding.float().std())
-        self.project = nn.Parameter(torch.zeros(width, 2 * width))
-        self.features = nn.Parameter(torch.zeros(width, len(config.feature_layers) * width))
+        self.norm = backbone.norm
+        if config.train_norms:
+            self.norm = nn.Parameter(backbone.norm.float().clone())
+        if config.entry_layer > 0:
+            self.slots = nn.Parameter(torch.zeros(config.num_draft_tokens + 1, width))
+            self.mask = nn.Parameter(torch.randn(width) * backbone.embedding.float().std())
+            self.project = nn.Parameter(torch.zeros(width, 2 * width))
+            self.features = nn.Parameter(torch.zeros(width, len(config.feature_layers) * width))
         self.sampler = SamplerHead(width, config.sampler_size) if config.sampler_size else None
 
     def forward(
-        self, context: TargetContext, anchors: Tensor, head: Tensor, num_draft_tokens: int
+        self,
+        context: TargetContext,
+        anchors: Tensor,
+        head: Tensor,
+        num_draft_tokens: int,
+        shown: Tensor | None = None,
     ) -> Tensor:
-        """Draft behind each anchor, each slot told the true tokens before it.
+        """Draft behind each anchor; a sampler head is told the true tokens before each slot.
 
         A draft that is wrong in one slot is worthless in the next, so the truth is what a slot
         sees wherever it counts.
@@ -109,80 +141,96 @@ class DraftModel(nn.Module):
             context: the sequence.
             anchors: [N] positions; each needs a predecessor.
             head: [V', C] rows of the output head to score.
-            num_draft_tokens: K', masked slots, at most the configuration's K.
+            num_draft_tokens: K', at most the configuration's K.
+            shown: [N, T - 1] ids of the rows behind the anchor's, or `MASKED`; None masks all.
 
         Returns:
-            [N, K', V'] logits of the masked slots.
+            [N, K', V'] logits of the drafted tokens.
         """
-        count = num_draft_tokens + 1
-        x = self._input(context, anchors, count).flatten(0, 1)  # [N (K+1), C]
+        config, count = self.config, self.config.num_rows(num_draft_tokens)  # T
+        if shown is None:
+            shown = anchors.new_full((len(anchors), count - 1), MASKED)
+        rows = torch.cat([context.tokens[anchors][:, None], shown], dim=1)
+        x = self._input(context, anchors, rows).flatten(0, 1)  # [N T, C]
         positions = anchors[:, None] + torch.arange(count, device=anchors.device)
-        rotation = self._rotation(positions)
-        bases = self.backbone.layers[self.config.entry_layer :]
+        bases = self.backbone.layers[config.entry_layer :]
         masks = {w: self._masks(context, positions, w) for w in {base.window for base in bases}}
+        gate = None
+        if config.corruption == "uniform":
+            gate = (positions > anchors[:, None]).to(x.dtype).view(-1, 1)
+        shared = _Pass(self._rotation(positions), masks, gate)
         for layer, base, key_value in zip(self.layers, bases, context.key_value, strict=True):
             assert isinstance(layer, DraftLayer)
-            x = self._layer(layer, base, x, key_value, rotation, masks[base.window])
-        x = x.view(len(anchors), count, -1)[:, 1:].flatten(0, 1)  # [N K', C]
+            x = self._layer(layer, base, x, key_value, shared)
+        x = x.view(len(anchors), count, -1)[:, 1 - config.logit_shift :].flatten(0, 1)  # [N K', C]
         if self.sampler is not None:
             before = torch.stack([positions[:, :-1], positions[:, :-1] - 1], dim=-1).flatten(0, 1)
             tokens = context.tokens[before.clamp(max=len(context.tokens) - 1)]
             x = self.sampler(x, F.embedding(tokens, self.backbone.embedding))
-        return F.linear(self._rms_norm(x, self.norm), head).view(len(anchors), count - 1, -1)
+        logits = F.linear(self._rms_norm(x, self.norm), head)
+        return logits.view(len(anchors), num_draft_tokens, -1)
 
-    def _input(self, context: TargetContext, anchors: Tensor, count: int) -> Tensor:
-        config, dtype = self.config, self.backbone.dtype
-        slots = self.slots[:count].to(dtype)
-        anchor = F.embedding(context.tokens[anchors], self.backbone.embedding)  # [N, C]
-        masked = (self.mask.to(dtype) + slots[1:]).expand(len(anchors), -1, -1)
-        own = torch.cat([anchor[:, None] + slots[:1], masked], dim=1)
-        seen = unit_norm(anchor)[:, None].expand_as(own)
-        before = anchors - 1
-        features = torch.cat(
-            [unit_norm(context.hidden[n][before]) for n in config.feature_layers], dim=-1
+    def _input(self, context: TargetContext, anchors: Tensor, rows: Tensor) -> Tensor:
+        """Return [N, T, C] for rows [N, T]; see `hybrid.models.draft_input`."""
+        config, backbone = self.config, self.backbone
+        hidden = {layer: context.hidden[layer][anchors - 1] for layer in config.taps}
+        if config.entry_layer == 0:
+            return TokenInput(backbone.embedding, config.mask_token_id)(rows, hidden)
+        enter = LateInput(
+            backbone.embedding,
+            config.entry_layer - 1,
+            config.feature_layers,
+            slots=self.slots.to(backbone.dtype),
+            mask=self.mask.to(backbone.dtype),
+            project=DenseLinear(self.project.to(backbone.dtype)),
+            features=DenseLinear(self.features.to(backbone.dtype)),
         )
-        base = context.hidden[config.entry_layer - 1][before]
-        base = base + F.linear(features, self.features.to(dtype))
-        joined = torch.cat([seen, own], dim=-1)
-        return base[:, None] + slots + F.linear(joined, self.project.to(dtype))
+        return enter(rows, hidden)
 
     def _layer(
-        self,
-        layer: DraftLayer,
-        base: Layer,
-        x: Tensor,
-        key_value: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        masks: Masks,
+        self, layer: DraftLayer, base: Layer, x: Tensor, key_value: Tensor, shared: _Pass
     ) -> Tensor:
         h = self._rms_norm(x, layer.input_norm)
-        qkv = self._project(layer, base.qkv, ATTENTION[:3], h)
-        attended = self._attend(base, qkv, key_value, rotation, masks)
-        x = x + self._project(layer, base.o, ATTENTION[3:], attended)
+        qkv = self._project(layer, base.qkv, ATTENTION[:3], h, shared.gate)
+        attended = self._attend(base, qkv, key_value, shared)
+        x = x + self._project(layer, base.o, ATTENTION[3:], attended, shared.gate)
         h = self._rms_norm(x, layer.post_norm)
-        gate, up = self._project(layer, base.gate_up, MLP[:2], h).chunk(2, dim=-1)
-        return x + self._project(layer, base.down, MLP[2:], F.silu(gate) * up)
+        gate_up = self._project(layer, base.gate_up, MLP[:2], h, shared.gate)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return x + self._project(layer, base.down, MLP[2:], F.silu(gate) * up, shared.gate)
 
     def _project(
-        self, layer: DraftLayer, base: Linear, names: tuple[str, ...], x: Tensor
+        self,
+        layer: DraftLayer,
+        base: Linear,
+        names: tuple[str, ...],
+        x: Tensor,
+        gate: Tensor | None,
     ) -> Tensor:
         assert isinstance(base, DenseLinear)
+        y = F.linear(x, base.weight, base.bias)
+        if not any(name in layer.lora for name in names):
+            return y
         scale = self.config.lora_alpha / self.config.rank
+        shapes = projection_shapes(self.backbone.spec)
         updates = []
         for name in names:
+            if name not in layer.lora:
+                updates.append(x.new_zeros(len(x), shapes[name][1]))
+                continue
             pair = layer.lora[name]
             assert isinstance(pair, LoraPair)
             down = F.linear(x, pair.a.to(x.dtype))
             updates.append(F.linear(down, (pair.b * scale).to(x.dtype)))
-        return F.linear(x, base.weight, base.bias) + torch.cat(updates, dim=-1)
+        update = torch.cat(updates, dim=-1)
+        return y + (update if gate is None else update * gate)
 
     def _attend(
         self,
         base: Layer,
         qkv: Tensor,
         key_value: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        masks: Masks,
+        shared: _Pass,
     ) -> Tensor:
         s = self.backbone.spec
         qkv = qkv.view(len(qkv), -1, s.head_dim)
@@ -190,30 +238,32 @@ class DraftModel(nn.Module):
         q, k, v = torch.split(qkv, sizes, dim=1)
         if base.q_norm is not None and base.k_norm is not None:
             q, k = self._rms_norm(q, base.q_norm), self._rms_norm(k, base.k_norm)
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
-        return _two_part_attention(q, k, v, key_value, masks)
+        q, k = _rotate(q, shared.rotation), _rotate(k, shared.rotation)
+        return _two_part_attention(q, k, v, key_value, shared.masks[base.window])
 
     def _masks(self, context: TargetContext, positions: Tensor, window: int | None) -> Masks:
-        """Return what the slots see: the context before their anchor and all slots of it.
+        """Return what the rows see: the context before their anchor, and rows of their own pass.
 
-        A sliding window hides keys that are too far back, from each slot others.
+        A sliding window hides keys that are too far back, from each row others.
 
         Returns:
-            [N, 1 or (K+1) H/G, S] for the context; [(K+1) H/G, K+1] for the slots, None for all.
+            [N, 1 or T H/G, S] for the context; [T H/G, T] for the pass, None for all.
         """
         dtype, anchors = self.backbone.dtype, positions[:, :1]
+        is_causal = self.config.corruption == "uniform"
         keys = torch.arange(len(context.tokens), device=positions.device)
         visible = (keys < anchors)[:, None]
-        if window is None:
+        if window is None and not is_causal:
             return _additive(visible, dtype), None
         per_group = self.backbone.spec.num_heads // self.backbone.spec.num_kv_heads
-        visible = visible & (keys > positions[..., None] - window)
-        slots = torch.arange(positions.shape[1], device=positions.device)
-        own = slots > slots[:, None] - window
-        return (
-            _additive(visible.repeat_interleave(per_group, dim=1), dtype),
-            _additive(own.repeat_interleave(per_group, dim=0), dtype),
-        )
+        rows = torch.arange(positions.shape[1], device=positions.device)
+        own = rows <= (rows[:, None] if is_causal else rows[-1:, None])
+        if window is not None:
+            visible = visible & (keys > positions[..., None] - window)
+            visible = visible.repeat_interleave(per_group, dim=1)
+            own = own & (rows > rows[:, None] - window)
+        own = own.expand(len(rows), -1).repeat_interleave(per_group, dim=0)
+        return _additive(visible, dtype), _additive(own, dtype)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.backbone.rope(positions, positions + 1)
@@ -226,38 +276,30 @@ class DraftModel(nn.Module):
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """Return the tensors under their names on disk, float32."""
-        tensors = {
-            "norm.weight": self.norm,
-            "slots": self.slots,
-            "mask": self.mask,
-            "project": self.project,
-            "features": self.features,
-        }
+        tensors = {}
+        if self.config.train_norms:
+            tensors["norm.weight"] = self.norm
+        if self.config.entry_layer > 0:
+            for name in ("slots", "mask", "project", "features"):
+                tensors[name] = getattr(self, name)
         if self.sampler is not None:
             tensors |= {f"sampler.{n}": p for n, p in self.sampler.named_parameters()}
         for offset, layer in enumerate(self.layers):
             index = self.config.entry_layer + offset
             assert isinstance(layer, DraftLayer)
-            tensors[f"layers.{index}.input_norm"] = layer.input_norm
-            tensors[f"layers.{index}.post_norm"] = layer.post_norm
+            if self.config.train_norms:
+                tensors[f"layers.{index}.input_norm"] = layer.input_norm
+                tensors[f"layers.{index}.post_norm"] = layer.post_norm
             for name, pair in layer.lora.items():
-                block = "self_attn" if name in ATTENTION else "mlp"
                 assert isinstance(pair, LoraPair)
-                prefix = f"{PEFT_PREFIX}.{index}.{block}.{name}"
-                tensors[f"{prefix}.lora_A.weight"] = pair.a
-                tensors[f"{prefix}.lora_B.weight"] = pair.b
+                tensors[f"{lora_prefix(index, name)}.lora_A.weight"] = pair.a
+                tensors[f"{lora_prefix(index, name)}.lora_B.weight"] = pair.b
         return {name: value.detach() for name, value in tensors.items()}
 
 
 def _check(backbone: NativeBackbone, config: DraftConfig) -> None:
-    if not 0 < config.entry_layer < backbone.num_layers:
-        raise ConfigError(
-            f"entry_layer: got {config.entry_layer}, expected 1 to {backbone.num_layers - 1}."
-        )
-    if any(layer >= backbone.num_layers for layer in config.feature_layers):
-        raise ConfigError(
-            f"feature_layers: got {config.feature_layers}, expected below {backbone.num_layers}."
-        )
+    if problem := config.problem(backbone.spec):
+        raise ConfigError(problem)
     entered = backbone.layers[config.entry_layer :]
     linears = [x for layer in entered for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     if not all(isinstance(x, DenseLinear) for x in [*linears, backbone.head]):

@@ -1,4 +1,11 @@
-"""Write an adapter folder that PEFT can read, and that `load_adapter` reads whole."""
+"""Write an adapter folder that PEFT can read, and that `load_adapter` reads whole.
+
+A plain adapter (`DraftConfig.is_plain`: entry at layer 0, no norms, head or vocabulary of its own)
+is an ordinary PEFT adapter, and that is all it needs: stock PEFT drafts with it, gated per row as
+activated LoRA (set `alora_invocation_tokens` to anything in a copy of its configuration, and pass
+`alora_offsets`, how many last rows get the updates), and one that was trained on random tokens is
+what SGLang's UNO serves. Any other adapter loads in PEFT but does not draft there by itself.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from hybrid.models.adapter import ATTENTION, MLP, PEFT_PREFIX, DraftConfig
+from hybrid.models.draft_config import PEFT_PREFIX, DraftConfig
 from hybrid.models.store import DEFAULT_NAME
 from hybrid.training.files import replacing, write_json
 
@@ -24,7 +31,10 @@ def save_adapter(
     base_model: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write the four files; each appears whole or not at all.
+    """Write the files; each appears whole or not at all.
+
+    A plain adapter has no `draft_model.safetensors`: servers that read every tensor file of a
+    folder would trip over it.
 
     Args:
         folder: created if need be.
@@ -44,7 +54,6 @@ def save_adapter(
         for n, t in tensors.items()
         if n not in lora
     }
-    num_layers = config.base["num_layers"]
     peft_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -53,13 +62,17 @@ def save_adapter(
         "lora_alpha": config.lora_alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": [*ATTENTION, *MLP],
-        "layers_to_transform": list(range(config.entry_layer, num_layers)),
-        "layers_pattern": "layers",
+        "target_modules": list(config.targets),
         "inference_mode": True,
     }
+    if config.entry_layer > 0:
+        layers = range(config.entry_layer, config.base["num_layers"])
+        peft_config |= {"layers_to_transform": list(layers), "layers_pattern": "layers"}
     _replace_tensors(folder / "adapter_model.safetensors", lora)
-    _replace_tensors(folder / "draft_model.safetensors", rest)
+    if config.is_plain:
+        (folder / "draft_model.safetensors").unlink(missing_ok=True)
+    else:
+        _replace_tensors(folder / "draft_model.safetensors", rest)
     write_json(folder / "adapter_config.json", peft_config)
     write_json(folder / "draft_config.json", config.to_dict())
 

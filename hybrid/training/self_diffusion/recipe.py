@@ -6,23 +6,26 @@ Next: hybrid/training/self_diffusion/draft_model.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count as count_from_zero
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid.errors import ConfigError
-from hybrid.models.adapter import DraftConfig, base_shape
-from hybrid.models.loading import load_model
+from hybrid.models.draft_config import DraftConfig, base_shape
+from hybrid.models.draft_input import MASKED, noise, reveal
+from hybrid.models.loading import LoadedModel, load_model
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training.config import TrainConfig
 from hybrid.training.data import Example, data_sha256, read_examples
+from hybrid.training.mask_token import choose_mask_token
 from hybrid.training.recipe import generator
 from hybrid.training.self_diffusion.card import write_card
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
@@ -40,12 +43,15 @@ class DraftBatch:
     Attributes:
         context: the sequence.
         anchors: [N] positions in it, ascending.
-        num_draft_tokens: K', masked slots behind each.
+        num_draft_tokens: K', tokens drafted behind each.
+        shown: [N, T - 1] what stands in the rows behind the anchor's, ids or `MASKED`; None masks
+            all of them.
     """
 
     context: TargetContext
     anchors: Tensor
     num_draft_tokens: int
+    shown: Tensor | None = None
 
 
 class DraftLoss(nn.Module):
@@ -71,11 +77,17 @@ class DraftLoss(nn.Module):
         """Return the mean "loss" of the slots.
 
         Slots beyond the end of the sequence count nothing, nor does the cross-entropy with a token
-        that the draft cannot choose.
+        that the draft cannot choose, nor a slot that is not drafted: one whose token is shown, or
+        that the base weights fill.
         """
-        count = batch.num_draft_tokens
-        logits = self.model(batch.context, batch.anchors, self.head, count).float()  # [N, K', V']
+        count, shown = batch.num_draft_tokens, batch.shown
+        logits = self.model(batch.context, batch.anchors, self.head, count, shown)
+        logits = logits.float()  # [N, K', V']
         targets, exists = slot_targets(batch.context, batch.anchors, count)
+        slots = torch.arange(count, device=logits.device)
+        if shown is not None:
+            is_uniform = self.model.config.corruption == "uniform"
+            exists = exists & (slots > 0 if is_uniform else shown == MASKED)
         classes = torch.searchsorted(self.vocabulary, targets).clamp(max=len(self.vocabulary) - 1)
         known = exists & (self.vocabulary[classes] == targets)
         losses = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none")
@@ -83,8 +95,9 @@ class DraftLoss(nn.Module):
         if self.distillation > 0:
             soft = -(self._target_law(batch) * F.log_softmax(logits, dim=-1)).sum(dim=-1)
             losses = losses + soft * exists * self.distillation
-        weights = torch.exp(-torch.arange(count, device=logits.device) / self.decay)
-        return {"loss": (losses * weights).sum() / (weights * exists).sum()}
+        weights = torch.exp(-slots / self.decay)
+        total = (weights * exists).sum().clamp(min=torch.finfo(weights.dtype).tiny)
+        return {"loss": (losses * weights).sum() / total}
 
     def _target_law(self, batch: DraftBatch) -> Tensor:
         """Return the target's distribution [N, K', V'] over the draft's vocabulary at each slot."""
@@ -121,7 +134,9 @@ class SelfDiffusionRecipe:
         if torch.rand((), generator=draw) < config.short_share:
             count = min(count, config.short_draft_tokens)
         context = self._context(int(torch.randint(len(self._train), (), generator=draw)))
-        return DraftBatch(context, draw_anchors(context, config.anchors_per_sequence, draw), count)
+        anchors = draw_anchors(context, config.anchors_per_sequence, draw)
+        shown = draw_shown(self.module.model.config, context, anchors, count, draw)
+        return DraftBatch(context, anchors, count, shown)
 
     def evaluate(self) -> dict[str, Any]:
         """Return how well it drafts on the held-out sequences.
@@ -171,6 +186,23 @@ class SelfDiffusionRecipe:
             self._contexts[index] = context
         return context
 
+    def _draft(self, context: TargetContext, anchors: Tensor) -> Tensor:
+        """Return the tokens [N, K] that are drafted behind anchors, in as many passes as told."""
+        loss, count = self.module, self.config.num_draft_tokens
+        config, num_passes = loss.model.config, min(self.config.num_passes, count)
+        known = anchors.new_full((len(anchors), count), MASKED)
+        shown = known
+        if config.corruption == "uniform":
+            size = loss.model.backbone.vocab_size
+            drawn = [noise(0, anchor, count - 1, size) for anchor in anchors.tolist()]
+            shown = torch.tensor(drawn, dtype=torch.long, device=anchors.device)
+        for done in range(1, num_passes):
+            logits = loss.model(context, anchors, loss.head, count, known)
+            known = reveal(logits, loss.vocabulary, known, count * done // num_passes)
+            shown = known
+        logits = loss.model(context, anchors, loss.head, count, shown)
+        return torch.where(known == MASKED, loss.vocabulary[logits.argmax(dim=-1)], known)
+
     def _right_slots(self, example: Example) -> tuple[Tensor, Tensor]:
         """Return which slots behind each response token are right, and which exist, [N, K]."""
         loss, count = self.module, self.config.num_draft_tokens
@@ -178,9 +210,8 @@ class SelfDiffusionRecipe:
         rights, all_exist = [], []
         anchors = possible_anchors(context).to(context.tokens.device)
         for part in torch.split(anchors, _ANCHORS_AT_ONCE):
-            logits = loss.model(context, part, loss.head, count)
             targets, exists = slot_targets(context, part, count)
-            rights.append((loss.vocabulary[logits.argmax(dim=-1)] == targets) & exists)
+            rights.append((self._draft(context, part) == targets) & exists)
             all_exist.append(exists)
         return torch.cat(rights).cpu(), torch.cat(all_exist).cpu()
 
@@ -194,7 +225,7 @@ def build(config: TrainConfig) -> SelfDiffusionRecipe:
     """
     assert isinstance(config, SelfDiffusionConfig)
     sha256 = data_sha256(config.data)  # before the model: it may have to be fetched
-    loaded = load_model(config.model, device=config.device, dtype="bfloat16")
+    loaded = load_model(config.model, device=config.device, dtype="bfloat16", trainable=True)
     backbone = loaded.backbone
     if not isinstance(backbone, NativeBackbone):
         raise ConfigError(
@@ -221,7 +252,7 @@ def build(config: TrainConfig) -> SelfDiffusionRecipe:
     train, held_out = examples[:split], examples[split:]
     vocabulary = draft_vocabulary(train, config.draft_vocab_size).to(backbone.device)
     module = DraftLoss(
-        _draft_model(config, backbone),
+        _draft_model(config, loaded, {t for e in examples for t in e.tokens}),
         vocabulary,
         decay=config.decay,
         distillation=config.distillation,
@@ -229,7 +260,19 @@ def build(config: TrainConfig) -> SelfDiffusionRecipe:
     return SelfDiffusionRecipe(config, module, train, held_out, sha256)
 
 
-def _draft_model(config: SelfDiffusionConfig, backbone: NativeBackbone) -> DraftModel:
+def _draft_model(
+    config: SelfDiffusionConfig, loaded: LoadedModel, used: Collection[int]
+) -> DraftModel:
+    backbone, mask_token = loaded.backbone, config.mask_token_id
+    assert isinstance(backbone, NativeBackbone)
+    if config.entry_layer == 0 and config.corruption == "mask":
+        seen = SimpleNamespace(  # what the choice looks at
+            path=loaded.path,
+            tokenizer=loaded.tokenizer,
+            vocab_size=backbone.vocab_size,
+            eos_token_ids=backbone.eos_token_ids,
+        )
+        mask_token = choose_mask_token(cast(Any, seen), mask_token, used)
     shape = DraftConfig(
         num_draft_tokens=config.num_draft_tokens,
         entry_layer=config.entry_layer,
@@ -239,6 +282,11 @@ def _draft_model(config: SelfDiffusionConfig, backbone: NativeBackbone) -> Draft
         base=base_shape(backbone),
         sampler_size=config.sampler_size,
         draft_vocab_size=config.draft_vocab_size,
+        targets=config.targets,
+        train_norms=config.train_norms,
+        corruption=config.corruption,
+        mask_token_id=mask_token,
+        num_passes=config.num_passes,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -267,6 +315,34 @@ def draw_anchors(context: TargetContext, count: int, generator: torch.Generator)
     possible = possible_anchors(context)
     chosen = torch.randperm(len(possible), generator=generator)[:count]
     return possible[chosen].sort().values.to(context.tokens.device)
+
+
+def draw_shown(
+    config: DraftConfig,
+    context: TargetContext,
+    anchors: Tensor,
+    count: int,
+    generator: torch.Generator,
+) -> Tensor | None:
+    """Return what stands behind the anchors: random tokens, or some true ones among masks.
+
+    With several passes, each anchor is shown as many true tokens as are known before one of them.
+
+    Returns:
+        [N, T - 1] ids or `MASKED`; None masks all.
+    """
+    num_anchors, device = len(anchors), anchors.device
+    if config.corruption == "uniform":
+        shape = (num_anchors, count - 1)
+        return torch.randint(config.base["vocab_size"], shape, generator=generator).to(device)
+    num_passes = min(config.num_passes, count)
+    if num_passes == 1:
+        return None
+    done = torch.randint(num_passes, (num_anchors, 1), generator=generator)
+    order = torch.rand(num_anchors, count, generator=generator).argsort(dim=1)
+    targets, exists = slot_targets(context, anchors, count)
+    is_shown = (order < count * done // num_passes).to(device) & exists
+    return targets.masked_fill(~is_shown, MASKED)
 
 
 def slot_targets(context: TargetContext, anchors: Tensor, count: int) -> tuple[Tensor, Tensor]:

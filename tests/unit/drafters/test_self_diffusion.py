@@ -43,9 +43,12 @@ def raw_logits(prompt: list[int]) -> Tensor:
     twin.__dict__.update(base.__dict__)
     seen = []
     twin.forward = lambda *args, **kwargs: seen.append(base.forward(*args, **kwargs)) or seen[-1]
-    propose(*prepared([prompt], SamplingParams(max_new_tokens=30), twin))
-    assert seen[-1].logits.shape == (1, K, 64)
-    return seen[-1].logits[0]
+    drafter, state = prepared([prompt], SamplingParams(max_new_tokens=30), twin)
+    propose(drafter, state)
+    slots = seen[-1].hidden[base.num_layers - 1][0, 1:]
+    logits = base.head(base.rms_norm(slots, random_adapter(base, K, seed=SEED).head.norm))
+    assert logits.shape == (K, 64)
+    return logits
 
 
 PROMPT = random_prompts(9)[0]

@@ -16,14 +16,10 @@ from torch import Tensor
 from hybrid import HybridDecoder
 from hybrid.attention.pattern import bidirectional, causal
 from hybrid.errors import CheckpointError
-from hybrid.models.adapter import (
-    DiffusionAdapter,
-    DraftConfig,
-    base_shape,
-    load_adapter,
-    projection_shapes,
-)
+from hybrid.models.adapter import DiffusionAdapter, load_adapter
 from hybrid.models.checkpoint import open_checkpoint
+from hybrid.models.draft_config import DraftConfig, base_shape, projection_shapes
+from hybrid.models.draft_input import MASKED, LateInput
 from hybrid.models.families import spec_from_config
 from hybrid.models.loading import load_model
 from hybrid.models.tiny import tiny_checkpoint
@@ -34,6 +30,15 @@ from hybrid.training.self_diffusion.export import save_adapter
 from hybrid.types import Write
 
 PROMPT = random_prompts(12)[0]
+
+
+def masked_rows(anchors: list[int], width: int) -> Tensor:
+    return torch.tensor([[anchor, *[MASKED] * (width - 1)] for anchor in anchors])
+
+
+def late_input(adapter: DiffusionAdapter) -> LateInput:
+    assert isinstance(adapter.draft_input, LateInput)
+    return adapter.draft_input
 
 
 def ar_bits(
@@ -51,9 +56,8 @@ def ar_bits(
     for start, token in enumerate(tokens):
         if adapter is not None and hidden:
             width = min(4, adapter.config.num_draft_tokens) + 1
-            is_masked = torch.arange(width) > 0
             before = cache.data[..., :start, :].clone()
-            u = adapter.draft_input(torch.tensor([token]), hidden, is_masked)
+            u = adapter.draft_input(masked_rows([token], width), hidden)
             backbone.forward(
                 None,
                 torch.arange(start, start + width)[None],
@@ -103,7 +107,7 @@ def test_a_draft_pass_changes_the_logits() -> None:
     backbone = tiny_backbone()
     adapter = random_adapter(backbone)
     hidden = {n: torch.ones(1, 64) for n in adapter.config.taps}
-    u = adapter.draft_input(torch.tensor([3]), hidden, torch.arange(3) > 0)
+    u = adapter.draft_input(masked_rows([3], 3), hidden)
     outs = []
     for entry in (Entry(1, u, adapter), Entry(1, u, None)):
         cache = backbone.new_cache(1, 8)
@@ -123,28 +127,27 @@ def test_draft_input_does_not_depend_on_the_batch(
     adapter = random_adapter(backbone)
     generator = torch.Generator().manual_seed(0)
     hidden = {n: torch.randn(5, 64, generator=generator).to(dtype) for n in adapter.config.taps}
-    anchors, is_masked = torch.tensor([3, 5, 7, 7, 0]), torch.arange(num_draft_tokens + 1) > 0
-    together = adapter.draft_input(anchors, hidden, is_masked)
+    rows = masked_rows([3, 5, 7, 7, 0], num_draft_tokens + 1)
+    together = adapter.draft_input(rows, hidden)
     assert together.shape == (5, num_draft_tokens + 1, 64)
     for b in range(5):
-        alone = adapter.draft_input(
-            anchors[b : b + 1], {n: h[b : b + 1] for n, h in hidden.items()}, is_masked
-        )
+        alone = adapter.draft_input(rows[b, None], {n: h[b, None] for n, h in hidden.items()})
         assert torch.equal(together[b], alone[0])
 
 
 def test_draft_input_is_the_formula() -> None:
     backbone = tiny_backbone()
-    adapter = random_adapter(backbone, num_draft_tokens=2)
+    adapter = late_input(random_adapter(backbone, num_draft_tokens=3))
     hidden = {n: torch.randn(1, 64, generator=torch.Generator().manual_seed(n)) for n in (0, 2)}
-    (u,) = adapter.draft_input(torch.tensor([9]), hidden, torch.tensor([False, True, True]))
+    (u,) = adapter(torch.tensor([[9, MASKED, 5, MASKED]]), hidden)
 
     def unit(x: Tensor) -> Tensor:
         return x / (x.pow(2).mean() + 1e-6).sqrt()
 
-    emb, p, q = backbone.embedding[9], adapter.project.weight, adapter.features.weight
-    for j in range(3):
-        e = (emb if j == 0 else adapter.mask) + adapter.slots[j]
+    emb, p, q = backbone.embedding[9], adapter.project.dense(), adapter.features.dense()
+    own = [emb, adapter.mask, backbone.embedding[5], adapter.mask]
+    for j in range(4):
+        e = own[j] + adapter.slots[j]
         expected = hidden[0][0] + adapter.slots[j] + p @ torch.cat([unit(emb), e])
         expected = expected + q @ torch.cat([unit(hidden[0][0]), unit(hidden[2][0])])
         torch.testing.assert_close(u[j], expected, rtol=1e-4, atol=1e-4)
@@ -165,18 +168,12 @@ def test_any_id_may_stand_in_a_prompt() -> None:
     assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
     assert all(r.stats.num_draft_forwards > 0 for r in ours)
     # The mask id as an anchor enters with its own embedding, as any id does.
-    adapter = random_adapter(backbone)
-    hidden = {n: torch.zeros(1, 64) for n in adapter.config.taps}
-    first = [adapter.draft_input(torch.tensor([t]), hidden, torch.tensor([False])) for t in (5, 6)]
-    with_other_mask = replace_mask(adapter)
-    again = with_other_mask.draft_input(torch.tensor([5]), hidden, torch.tensor([False]))
+    late = late_input(random_adapter(backbone))
+    hidden = {n: torch.zeros(1, 64) for n in (0, 2)}
+    first = [late(torch.tensor([[token]]), hidden) for token in (5, 6)]
+    again = replace(late, mask=late.mask + 1)(torch.tensor([[5]]), hidden)
     assert torch.equal(first[0], again)
     assert not torch.equal(first[0], first[1])
-
-
-def replace_mask(adapter: DiffusionAdapter) -> DiffusionAdapter:
-    adapter.mask = adapter.mask + 1
-    return adapter
 
 
 # Folders
@@ -240,9 +237,8 @@ def test_refuses_a_nonsense_config(tmp_path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"entry_layer": 0}, "enters at layer 0"),
-        ({"entry_layer": 3}, "enters at layer 3 .* a model that has 3"),
-        ({"feature_layers": (0, 7)}, r"features of \(0, 7\)"),
+        ({"entry_layer": 3}, "entry_layer: got 3, expected 0 to 2"),
+        ({"feature_layers": (0, 7)}, r"feature_layers: got \(0, 7\), expected below 3"),
         ({"entry_layer": 2}, None),
         ({"rank": 3}, r"lora_A.weight': got shape \[2, 64\], expected \[3, 64\]"),
         ({"num_draft_tokens": 4}, r"'slots': got shape \[4, 64\], expected \[5, 64\]"),
@@ -285,9 +281,11 @@ def test_one_folder_serves_every_precision(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, tiny_backbone())
     for dtype in (torch.float32, torch.bfloat16):
         adapter = load_adapter(tiny_backbone("llama", dtype), folder)
-        assert adapter.slots.dtype == adapter.layers[1].input_norm.dtype == dtype
+        assert late_input(adapter).slots.dtype == adapter.layers[1].input_norm.dtype == dtype
     tensors = DraftModel(tiny_backbone(), adapter.config).adapter_tensors()
     spec, rank = tiny_backbone().spec, adapter.config.rank
-    fused = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * 2 + 2 * spec.intermediate_size
+    fused = (
+        spec.num_heads + 2 * spec.num_kv_heads
+    ) * spec.head_dim * 2 + 2 * spec.intermediate_size
     zeros = (spec.num_layers - adapter.config.entry_layer) * fused * rank
     assert adapter.nbytes == 2 * (sum(t.numel() for t in tensors.values()) + zeros), "bfloat16"

@@ -14,17 +14,18 @@ from torch import Tensor
 from hybrid.decode.loop import prefill
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.errors import ConfigError
-from hybrid.models.adapter import DiffusionAdapter, DraftConfig, base_shape
+from hybrid.models.adapter import DiffusionAdapter
 from hybrid.models.checkpoint import open_checkpoint
+from hybrid.models.draft_config import DraftConfig, base_shape
 from hybrid.models.families import spec_from_config
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
 from hybrid.protocols import DraftState
-from hybrid.training.self_diffusion.context import target_context
 from hybrid.training.data import Example
+from hybrid.training.self_diffusion.context import target_context
 from hybrid.training.self_diffusion.draft_model import DraftModel
-from hybrid.training.self_diffusion.trainer import draft_loss
+from hybrid.training.self_diffusion.recipe import DraftBatch, DraftLoss
 from hybrid.types import Mode, Plan
 
 YARN = (("rope_type", "yarn"), ("factor", 4.0), ("rope_theta", 1e4))
@@ -55,15 +56,22 @@ def sequence(length: int = 24, vocab_size: int = 64) -> Example:
 def engine_log_probs(model: DraftModel, tokens: list[int], anchor: int) -> Tensor:
     """Draft behind `anchor` with the engine. Returns log-probabilities [K, V]."""
     adapter = DiffusionAdapter(model.backbone, model.config, model.adapter_tensors())
-    drafter = SelfDiffusionDrafter(model.backbone, adapter)
+    return engine_draft(adapter, tokens, anchor)[1].log()
+
+
+def engine_draft(
+    adapter: DiffusionAdapter, tokens: list[int], anchor: int
+) -> tuple[list[int], Tensor]:
+    """Return the tokens [K] that the engine draws behind `anchor`, and their laws [K, V]."""
+    drafter = SelfDiffusionDrafter(adapter.backbone, adapter)
     params = SamplingParams(temperature=1, max_new_tokens=20, seed=1)
-    engine, (row,) = make_engine(model.backbone, drafter, [tokens[:anchor]], params)
-    _, hidden = prefill(engine, row)
+    engine, (row,) = make_engine(adapter.backbone, drafter, [tokens[:anchor]], params)
+    _, hidden = prefill(engine, row)[:2]
     row.tokens[-1] = tokens[anchor]  # the anchor that we want, whatever the target chose
-    plan = Plan(Mode.SPECULATIVE, model.config.num_draft_tokens)
+    plan = Plan(Mode.SPECULATIVE, adapter.config.num_draft_tokens)
     proposal = drafter.draft(DraftState([row], engine.cache, hidden), plan)
     assert proposal.draft_probs is not None
-    return proposal.draft_probs[0].log()
+    return proposal.tokens[0].tolist(), proposal.draft_probs[0]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 4, 9], ids="K{}".format)
@@ -75,12 +83,49 @@ def test_is_the_engines_draft_pass(name: str, num_draft_tokens: int) -> None:
     example = sequence()
     anchors = torch.tensor([4, 5, 13, 22])  # K = 9 slots reach beyond mistral's window of 6
     with torch.no_grad():
-        logits = model(target_context(backbone, model.config, example), anchors, model.head)
+        context = target_context(backbone, model.config, example)
+        logits = model(context, anchors, model.head, num_draft_tokens)
     assert logits.shape == (4, num_draft_tokens, 64)
     ours = torch.log_softmax(logits, dim=-1)
     for index, anchor in enumerate(anchors.tolist()):
         expected = engine_log_probs(model, example.tokens, anchor)
         torch.testing.assert_close(ours[index], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [None, 48], ids=["all", "V48"])
+def test_the_sampler_head_knows_what_the_engine_chose(size: int | None) -> None:
+    backbone = tiny_backbone()
+    config = DraftConfig(
+        4, 1, (0, 1), 3, 6.0, base_shape(backbone), sampler_size=5, draft_vocab_size=size
+    )
+    model = DraftModel(backbone, config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.2 * torch.randn(value.shape, generator=generator))
+    vocabulary = torch.randperm(64, generator=generator)[: size or 64].sort().values
+    tensors = model.adapter_tensors() | ({} if size is None else {"vocabulary": vocabulary.int()})
+    anchor, tokens = 9, sequence().tokens
+    adapter = DiffusionAdapter(backbone, config, tensors)
+    chosen, law = engine_draft(adapter, tokens, anchor)
+    assert set(chosen) <= set(vocabulary.tolist())
+    ours = true_law(model, [*tokens[: anchor + 1], *chosen, 0], anchor, vocabulary)
+    torch.testing.assert_close(ours, law[:, vocabulary], rtol=0, atol=1e-4)
+    other = [(chosen[0] + 1) % 64, *chosen[1:]]
+    changed = true_law(model, [*tokens[: anchor + 1], *other, 0], anchor, vocabulary)
+    assert [bool(torch.allclose(a, b)) for a, b in zip(ours, changed, strict=True)] == [
+        True,  # slot 1 does not see itself, slots 2 and 3 see it, slot 4 sees slots 2 and 3
+        False,
+        False,
+        True,
+    ]
+
+
+def true_law(model: DraftModel, tokens: list[int], anchor: int, vocabulary: Tensor) -> Tensor:
+    """Return the trained model's law [4, V'] behind `anchor`, told the tokens that follow it."""
+    context = target_context(model.backbone, model.config, Example((tokens[0],), tuple(tokens[1:])))
+    with torch.no_grad():
+        return model(context, torch.tensor([anchor]), model.head[vocabulary], 4)[0].softmax(dim=-1)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
@@ -89,8 +134,8 @@ def test_an_anchor_does_not_see_the_other_anchors(name: str) -> None:
     model, example = draft_model(backbone), sequence()
     context = target_context(backbone, model.config, example)
     with torch.no_grad():
-        together = model(context, torch.tensor([4, 6, 11]), model.head)
-        alone = [model(context, torch.tensor([a]), model.head) for a in (4, 6, 11)]
+        together = model(context, torch.tensor([4, 6, 11]), model.head, 4)
+        alone = [model(context, torch.tensor([a]), model.head, 4) for a in (4, 6, 11)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
 
 
@@ -101,7 +146,7 @@ def test_an_anchor_does_not_see_the_future() -> None:
     anchors = torch.tensor([5, 11])
     with torch.no_grad():
         outs = [
-            model(target_context(backbone, model.config, e), anchors, model.head)
+            model(target_context(backbone, model.config, e), anchors, model.head, 4)
             for e in (example, changed)
         ]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-5)
@@ -116,15 +161,14 @@ def test_the_random_parameters_change_nothing_at_the_start() -> None:
     assert not torch.equal(model.mask, other.mask)
     context = target_context(backbone, config, sequence())
     with torch.no_grad():
-        ours, theirs = (m(context, torch.tensor([5]), m.head) for m in (model, other))
+        ours, theirs = (m(context, torch.tensor([5]), m.head, 2) for m in (model, other))
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"entry_layer": 0}, "entry_layer: got 0, expected 1 to 2"),
-        ({"entry_layer": 3}, "entry_layer: got 3, expected 1 to 2"),
+        ({"entry_layer": 3}, "entry_layer: got 3, expected 0 to 2"),
         ({"feature_layers": (0, 3)}, "feature_layers: got .* below 3"),
     ],
 )
@@ -251,10 +295,8 @@ def test_gradient_is_that_of_a_float64_twin(tmp_path: Path) -> None:
     model = draft_model(backbone, num_draft_tokens=3)
     example = sequence(11, vocab_size=16)
     anchors = torch.tensor([4, 6, 9])  # the last one has one slot only
-    loss = draft_loss(
-        model, target_context(backbone, model.config, example), anchors,
-        torch.arange(16), model.head, decay=2.0,
-    )  # fmt: skip
+    batch = DraftBatch(target_context(backbone, model.config, example), anchors, 3)
+    loss = DraftLoss(model, torch.arange(16), decay=2.0)(batch)["loss"]
     loss.backward()
     names = {value.data_ptr(): name for name, value in model.adapter_tensors().items()}
     ours = {names[value.data_ptr()]: value.grad for value in model.parameters()}

@@ -17,24 +17,20 @@ from transformers import AutoModelForCausalLM
 
 from hybrid.cli import train as cli_train
 from hybrid.errors import CheckpointError
-from hybrid.models.adapter import (
-    DiffusionAdapter,
-    DraftConfig,
-    LoraLinear,
-    base_shape,
-    load_adapter,
-)
+from hybrid.models.adapter import DiffusionAdapter, LoraLinear, load_adapter
 from hybrid.models.checkpoint import open_checkpoint
+from hybrid.models.draft_config import DraftConfig, base_shape
 from hybrid.models.families import spec_from_config
 from hybrid.models.spec import ModelSpec, RopeSpec
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training import files
+from hybrid.training.loop import train
 from hybrid.training.self_diffusion.card import command_line, write_card
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 from hybrid.training.self_diffusion.draft_model import DraftModel
 from hybrid.training.self_diffusion.export import base_name, save_adapter
-from hybrid.training.self_diffusion.trainer import train_self_diffusion
+from hybrid.training.self_diffusion.recipe import build
 
 FAMILIES = {
     "llama": ("llama", {"attention_bias": True}),
@@ -97,10 +93,10 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
         backbone, model.config, {n: t.bfloat16() for n, t in model.adapter_tensors().items()}
     )
     assert adapter.config == model.config
-    for name in ("norm", "slots", "mask"):
-        assert torch.equal(getattr(adapter, name), getattr(bound, name))
-    assert torch.equal(adapter.project.weight, bound.project.weight)
-    assert torch.equal(adapter.features.weight, bound.features.weight)
+    pairs = zip(adapter.draft_input.tensors, bound.draft_input.tensors, strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert len(adapter.draft_input.tensors) == 4
+    assert torch.equal(adapter.head.norm, bound.head.norm)
     assert torch.equal(adapter.layers[2].down.b.weight, bound.layers[2].down.b.weight)
     for file in (tmp_path / "adapter").iterdir():
         assert file.suffix in {".json", ".safetensors"}
@@ -173,7 +169,7 @@ def test_names_of_the_base_are_no_paths(tmp_path: Path) -> None:
 
 def test_card(make_config: Callable[..., SelfDiffusionConfig]) -> None:
     config = make_config(steps=8, seed=5)
-    folder = train_self_diffusion(config)
+    folder = train(build(config))
     text = (folder / "README.md").read_text()
     front = text.split("---\n")[1]
     assert "license: apache-2.0\n" in front
@@ -199,7 +195,7 @@ def test_a_card_needs_a_finished_run(make_config: Callable[..., SelfDiffusionCon
     config = make_config()
     with pytest.raises(CheckpointError, match="holds no training run"):
         write_card(config.output)
-    train_self_diffusion(config)
+    train(build(config))
     (config.output / "metrics.jsonl").unlink()
     with pytest.raises(CheckpointError, match="has no evaluation yet"):
         write_card(config.output)
@@ -214,7 +210,7 @@ def test_the_cards_command_line_makes_the_same_configuration(
         feature_layers=(1,), rank=8, keep_contexts=True, decay=1.5,
     )  # fmt: skip
     seen = []
-    monkeypatch.setattr(cli_train, "_run", seen.append)
+    monkeypatch.setattr(cli_train, "_run", lambda name, config: seen.append(config))
     words = shlex.split(command_line(config))
     assert words[:3] == ["hybrid", "train", "self-diffusion"]
     assert "--seed" in words
