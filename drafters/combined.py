@@ -183,7 +183,7 @@ def _merge(copies: Sequence[list[int]], wanting: Sequence[int], drafted: Proposa
     num_slots, device = drafted.tokens.shape[1], drafted.tokens.device
     width, slotted = max(num_slots, *num_tokens), torch.tensor(wanting, dtype=torch.long)
     padded = [draft + [0] * (width - len(draft)) for draft in drafts]
-    tokens = torch.tensor(padded, device=device)
+    tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(drafts), width)
     tokens[slotted, :num_slots] = drafted.tokens
     laws = None
     if drafted.draft_probs is not None:

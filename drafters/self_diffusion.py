@@ -32,6 +32,7 @@ class SelfDiffusionDrafter:
         self.taps = adapter.config.taps
         self.max_draft_tokens = adapter.config.num_draft_tokens
         self.preferred_draft_tokens = adapter.config.preferred_draft_tokens or self.max_draft_tokens
+        self._floor = adapter.config.confidence_floor if backbone.device.type == "cpu" else 0.0
 
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
         """Propose K tokens per row: argmax where the row is greedy, else a draw and its law.
@@ -48,8 +49,8 @@ class SelfDiffusionDrafter:
             slots = self._slots(state, known)
             logits = head.logits(slots.flatten(0, 1), None).view(*known.shape, -1)
             known = reveal(logits, head.vocabulary, known, count * done // num_passes)
-        chosen, laws = self._choose(rows, self._slots(state, known), known)
-        return Proposal(chosen, (count,) * len(rows), laws, num_forwards=num_passes)
+        chosen, laws, lengths = self._choose(rows, self._slots(state, known), known)
+        return Proposal(chosen, lengths, laws, num_forwards=num_passes)
 
     def observe(self, record: StepRecord) -> None:
         """Learn nothing: the draft depends on the model alone."""
@@ -95,11 +96,12 @@ class SelfDiffusionDrafter:
 
     def _choose(
         self, rows: Sequence[SequenceState], slots: Tensor, known: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
         """Choose tokens left to right, because a slot may ask which were chosen before it.
 
         Returns:
-            Tokens [B, K] and their laws [B, K, V], None where all rows are plain and greedy.
+            Tokens [B, K'], their laws [B, K', V], None where all rows are plain and greedy, and how
+            many of them each row proposes: K, or fewer where it is no longer confident.
         """
         head, count = self._adapter.head, known.shape[1]
         before = torch.tensor([row.tokens[-1:-3:-1] for row in rows], device=slots.device)  # [B, 2]
@@ -108,10 +110,19 @@ class SelfDiffusionDrafter:
         at_once = None
         if head.sampler is None:
             at_once = head.logits(slots.flatten(0, 1), None).view(len(rows), count, -1)
+        floor = self._floor if is_plain else 0.0
+        lengths, certainty = [count] * len(rows), [1.0] * len(rows)
         chosen: list[Tensor] = []
         laws: list[Tensor] = []
         for slot in range(count):
             logits = head.logits(slots[:, slot], before) if at_once is None else at_once[:, slot]
+            if floor > 0:
+                best = logits.float().softmax(dim=-1).amax(dim=-1).tolist()
+                certainty = [p * q for p, q in zip(certainty, best, strict=True)]
+                ends = [slot if p < floor else count for p in certainty]
+                lengths = [min(pair) for pair in zip(lengths, ends, strict=True)]
+                if max(lengths) <= slot:
+                    break
             if is_plain:
                 tokens = head.token_ids(argmax(logits))
                 tokens = torch.where(known[:, slot] == MASKED, tokens, known[:, slot])
@@ -122,7 +133,8 @@ class SelfDiffusionDrafter:
                 laws.append(law)
             chosen.append(tokens)
             before = torch.stack([tokens, before[:, 0]], dim=1)
-        return torch.stack(chosen, dim=1), None if is_plain else torch.stack(laws, dim=1)
+        tokens = torch.stack(chosen, dim=1) if chosen else known[:, :0]
+        return tokens, None if is_plain else torch.stack(laws, dim=1), tuple(lengths)
 
     def _draw(
         self,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
-from hybrid.models.checkpoint import Int4Blocks
+from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks, Weight
 from hybrid.models.draft_config import (
     ATTENTION,
     MLP,
@@ -94,9 +94,9 @@ class DiffusionAdapter:
     Attributes:
         config: its shape.
         backbone: whose later layers it runs.
-        layers: as the backbone's, wrapped from `config.entry_layer` on. Beside packed weights the
-            updates are merged into packed copies: on a CPU two small products more cost as much
-            as a large one, and a draft may round as it likes.
+        layers: as the backbone's, wrapped from `config.entry_layer` on. Where the CPU has the
+            backbone's weights in its own order, the updates are merged into copies of that kind:
+            two small products more cost as much as a large one, and a draft may round as it likes.
         draft_input: how rows of token ids enter `config.entry_layer`.
         head: what turns a slot's last hidden state into tokens.
     """
@@ -120,7 +120,7 @@ class DiffusionAdapter:
         if problem := config.problem(backbone.spec):
             raise CheckpointError(f"Adapter: {problem} Its draft_config.json is damaged.")
         self.config, self.backbone, self._tensors = config, backbone, tensors
-        self._packs = isinstance(backbone.layers[config.entry_layer].qkv, PackedLinear)
+        self._kind = type(backbone.layers[config.entry_layer].qkv)
         self.layers = [
             layer if index < config.entry_layer else self._wrap(index, layer)
             for index, layer in enumerate(backbone.layers)
@@ -148,11 +148,8 @@ class DiffusionAdapter:
     @property
     def nbytes(self) -> int:
         """Bytes beside the backbone's own."""
-        tensors = [
-            *self.draft_input.tensors,
-            *([self.head.norm] if self.config.train_norms else []),
-        ]
-        own = self.head.nbytes
+        tensors = [self.head.norm] if self.config.train_norms else []
+        own = self.head.nbytes + self.draft_input.nbytes
         for base, layer in zip(self.backbone.layers, self.layers, strict=True):
             own += sum(wrapped.nbytes for wrapped in _wrapped(base, layer).values())
             if layer.input_norm is not base.input_norm:
@@ -171,8 +168,14 @@ class DiffusionAdapter:
         dtype = self.backbone.dtype if value.is_floating_point() else torch.int64
         return value.to(self.backbone.device, dtype)
 
-    def _exact(self, name: str, *shape: int) -> Linear:
-        return DenseLinear(self._take(name, *shape), exact=True)
+    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return a layer of the backbone's kind.
+
+        Exact: the draft of a row must not depend on how many rows there are.
+        """
+        fits = self._kind is PackedLinear and weight.shape[1] % INT4_GROUP == 0
+        own: Weight = Int4Blocks.quantize(weight) if fits else weight.to(self.backbone.dtype)
+        return make_linear([own], [bias], exact=True, reorder=self._kind is not DenseLinear)
 
     def _input(self) -> TokenInput | LateInput:
         config, embedding = self.config, self.backbone.embedding
@@ -185,23 +188,22 @@ class DiffusionAdapter:
             config.feature_layers,
             slots=self._take("slots", config.num_draft_tokens + 1, width),
             mask=self._take("mask", width),
-            project=DenseLinear(self._take("project", width, 2 * width)),
-            # Exact: the draft of a row must not depend on how many rows there are.
-            features=self._exact("features", width, num_features * width),
+            project=self._linear(self._take("project", width, 2 * width)),
+            features=self._linear(self._take("features", width, num_features * width)),
         )
 
     def _head(self) -> DraftHead:
         backbone, size, width = self.backbone, self.config.sampler_size, self.backbone.hidden_size
         sampler, vocabulary, output = None, None, backbone.head
         if size:
-            gate_up = self._exact("sampler.gate_up", 2 * size, 3 * width)
-            sampler = SamplerHead(gate_up, self._exact("sampler.down", width, size))
+            gate_up = self._linear(self._take("sampler.gate_up", 2 * size, 3 * width))
+            down = self._linear(self._take("sampler.down", width, size))
+            sampler = SamplerHead(gate_up, down)
         if self.config.draft_vocab_size is not None:
             vocabulary = self._take("vocabulary", self.config.draft_vocab_size)
             tied = backbone.spec.tie_embeddings
             rows = (backbone.embedding if tied else backbone.head.dense())[vocabulary]
-            weight = Int4Blocks.quantize(rows) if self._packs else rows
-            output = make_linear([weight], [None], exact=True)
+            output = self._linear(rows)
         norm = self._take("norm.weight", width) if self.config.train_norms else backbone.norm
         return DraftHead(
             norm, backbone.spec.norm_eps, output, backbone.embedding, vocabulary, sampler
@@ -221,10 +223,9 @@ class DiffusionAdapter:
             else:
                 b.append(self.backbone.norm.new_zeros(outputs, 0))
         update = LoraLinear(base, torch.cat(a), torch.block_diag(*b))  # type: ignore[no-untyped-call]
-        if not self._packs:
+        if self._kind is DenseLinear:  # a GPU: no second copy of the weights
             return update
-        bias = getattr(base, "bias", None)
-        return make_linear([Int4Blocks.quantize(update.dense())], [bias])
+        return self._linear(update.dense(), base.bias)
 
     def _wrap(self, index: int, layer: Layer) -> Layer:
         norms: dict[str, Any] = {}

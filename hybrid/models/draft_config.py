@@ -56,6 +56,8 @@ class DraftConfig:
         corruption: what stands in the slots, see above.
         mask_token_id: token that stands in a masked slot that enters as a token.
         num_passes: denoising passes of a draft; each but the last tells the next its surest tokens.
+        confidence_floor: on a CPU, where each row of a verify pass costs time, a greedy draft ends
+            before the slot at which the product of its confidences falls below this.
     """
 
     num_draft_tokens: int
@@ -72,6 +74,7 @@ class DraftConfig:
     corruption: str = "mask"
     mask_token_id: int | None = None
     num_passes: int = 1
+    confidence_floor: float = 0.0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -127,6 +130,8 @@ class DraftConfig:
                 "corruption: got 'uniform', expected 'mask' unless entry_layer is 0, train_norms "
                 "is off, sampler_size 0, draft_vocab_size none and num_draft_tokens at least 2."
             )
+        if not 0 <= self.confidence_floor < 1:
+            return f"confidence_floor: got {self.confidence_floor}, expected 0 to below 1."
         if preferred is not None and not 1 <= preferred <= self.num_draft_tokens:
             return (
                 f"preferred_draft_tokens: got {preferred}, expected 1 to {self.num_draft_tokens}."
@@ -218,6 +223,7 @@ def _parse(raw: Mapping[str, Any]) -> DraftConfig:
         corruption=str(raw.get("corruption", "mask")),
         mask_token_id=_optional_int(raw, "mask_token_id"),
         num_passes=int(raw.get("num_passes", 1)),
+        confidence_floor=float(raw.get("confidence_floor", 0.0)),
     )
     if min(config.num_draft_tokens, config.rank, config.num_passes) < 1:
         raise ValueError("num_draft_tokens, rank and num_passes must be at least 1")

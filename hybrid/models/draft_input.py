@@ -39,9 +39,9 @@ class TokenInput:
         return F.embedding(rows, self.embedding)
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Weights that are not the target's."""
-        return ()
+    def nbytes(self) -> int:
+        """Bytes of the weights that are not the target's."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,10 @@ class LateInput:
         return base[:, None] + slots + self.project(joined.flatten(0, 1)).view_as(own)
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Weights that are not the target's."""
-        return self.slots, self.mask, self.project.dense(), self.features.dense()
+    def nbytes(self) -> int:
+        """Bytes of the weights that are not the target's."""
+        own = sum(t.numel() * t.itemsize for t in (self.slots, self.mask))
+        return own + self.project.nbytes + self.features.nbytes
 
 
 def noise(seed: int, position: int, count: int, vocab_size: int) -> list[int]:

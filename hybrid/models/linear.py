@@ -24,7 +24,13 @@ _PACKED_ROWS = 16  # the 4-bit kernel takes multiples
 
 
 class Linear:
-    """A linear layer [I] -> [O]."""
+    """A linear layer [I] -> [O].
+
+    Attributes:
+        bias: [O] or None.
+    """
+
+    bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I]."""
@@ -99,7 +105,7 @@ class ReorderedLinear(Linear):
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether this build of torch and this CPU have the kernels."""
         names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return False
         if not all(hasattr(torch.ops.mkldnn, name) for name in names):
             return False
@@ -118,7 +124,8 @@ class ReorderedLinear(Linear):
     def dense(self) -> Tensor:
         """Return the weight [O, I], read off the layer's answers to unit vectors."""
         unit = torch.eye(self._shape[1], dtype=self._weight.dtype)
-        columns: Tensor = torch.ops.mkldnn._linear_pointwise(unit, self._weight, None, "none", [], "")
+        multiply = torch.ops.mkldnn._linear_pointwise
+        columns: Tensor = multiply(unit, self._weight, None, "none", [], "")
         return columns.T
 
     @property

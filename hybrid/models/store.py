@@ -26,6 +26,7 @@ from hybrid.models import fetch
 from hybrid.models.fetch import Progress
 
 DEFAULT_NAME = "default"
+DEFAULT_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PRECISIONS = ("int4", "float32", "bfloat16")
 
 _BUILDING = ".building-"
@@ -254,3 +255,10 @@ def _storage() -> Iterator[None]:
             f"The model cache {cache_dir()} cannot be used: {error}. {hint}, or set "
             "HYBRID_CACHE_DIR to another folder."
         ) from error
+
+
+def public_name(model: str) -> str:
+    """Return what files that are passed on call a model: a hub id where there is one, no path."""
+    if model == DEFAULT_NAME:
+        return DEFAULT_MODEL_ID
+    return Path(model).name if Path(model).exists() else model

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
 
 from hybrid.errors import ConfigError
 from hybrid.models.checkpoint import read_json
-from hybrid.training.trainable import Trainable
+from hybrid.models.tokenizer import Tokenizer
 
 
-def choose_mask_token(trainable: Trainable, given: int | None, used: Collection[int]) -> int:
+class Vocabulary(NamedTuple):
+    """What the choice looks at: where the model lies, its tokenizer, its ids."""
+
+    path: Path
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def choose_mask_token(model: Vocabulary, given: int | None, used: Collection[int]) -> int:
     """Return the mask token: what the user gave, else the first that there is of these.
 
     1. `mask_token_id` of the model's config, as a hybrid checkpoint has it;
@@ -18,7 +29,7 @@ def choose_mask_token(trainable: Trainable, given: int | None, used: Collection[
     4. the last special token that neither ends, begins nor pads a text, nor occurs in the data.
 
     Args:
-        trainable: the model.
+        model: whose token it is.
         given: the user's choice.
         used: ids that occur in the data. A token that is also the mask could not be learned.
 
@@ -27,12 +38,12 @@ def choose_mask_token(trainable: Trainable, given: int | None, used: Collection[
             or nothing was given and there is nothing to choose from.
     """
     if given is not None:
-        _check(trainable, given, used)
+        _check(model, given, used)
         return given
-    candidates = _candidates(trainable)
-    taken = {*used, *trainable.eos_token_ids}
+    candidates = _candidates(model)
+    taken = {*used, *model.eos_token_ids}
     for token in candidates:
-        if token not in taken and token < trainable.vocab_size:
+        if token not in taken and token < model.vocab_size:
             return token
     raise ConfigError(
         "mask_token_id: the model has no mask token and no special token that the data leave free. "
@@ -40,10 +51,10 @@ def choose_mask_token(trainable: Trainable, given: int | None, used: Collection[
     )
 
 
-def _check(trainable: Trainable, given: int, used: Collection[int]) -> None:
-    if not 0 <= given < trainable.vocab_size:
-        reason = f"an id from 0 to {trainable.vocab_size - 1}"
-    elif given in trainable.eos_token_ids:
+def _check(model: Vocabulary, given: int, used: Collection[int]) -> None:
+    if not 0 <= given < model.vocab_size:
+        reason = f"an id from 0 to {model.vocab_size - 1}"
+    elif given in model.eos_token_ids:
         reason = "one that does not end an answer"
     elif given in used:
         reason = "one that does not occur in the data"
@@ -52,15 +63,15 @@ def _check(trainable: Trainable, given: int, used: Collection[int]) -> None:
     raise ConfigError(f"mask_token_id: got {given}, expected {reason}.")
 
 
-def _candidates(trainable: Trainable) -> list[int]:
-    known = read_json(trainable.path / "config.json").get("mask_token_id")
+def _candidates(model: Vocabulary) -> list[int]:
+    known = read_json(model.path / "config.json").get("mask_token_id")
     found = [] if known is None else [known]
-    if trainable.tokenizer is None:
+    if model.tokenizer is None:
         return found
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
-        str(trainable.path), local_files_only=True, trust_remote_code=False
+        str(model.path), local_files_only=True, trust_remote_code=False
     )
     if tokenizer.mask_token_id is not None:
         found.append(tokenizer.mask_token_id)

@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.checkpoint import eos_token_ids, read_json, refuse_foreign_code
-from hybrid.models.store import resolve
+from hybrid.models.store import public_name, resolve
 from hybrid.models.tokenizer import Tokenizer, load_tokenizer
 from hybrid.training import masks
-from hybrid.training.self_diffusion.export import base_name
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -229,7 +228,7 @@ def load_trainable(
         base = _with_lora(base, lora)
     elif keep_teacher:
         frozen = copy.deepcopy(base).requires_grad_(False).eval()
-    trainable = Trainable(base, path, base_name(str(model)), frozen)
+    trainable = Trainable(base, path, public_name(str(model)), frozen)
     _check_masks(trainable)
     return trainable
 

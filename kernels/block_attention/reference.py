@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 KEY_TILE = 16  # keys per vector of a CPU's sums; `token_attention` takes multiples
 
 

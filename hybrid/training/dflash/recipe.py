@@ -6,8 +6,7 @@ Next: hybrid/training/dflash/export.py.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from hybrid.training.data import Example, data_sha256, read_examples
 from hybrid.training.dflash.config import DFlashConfig
 from hybrid.training.dflash.export import export_dflash
 from hybrid.training.dflash.module import Blocks, DFlashTraining, start_from_target
-from hybrid.training.mask_token import choose_mask_token
+from hybrid.training.mask_token import Vocabulary, choose_mask_token
 from hybrid.training.recipe import generator
 from hybrid.types import Write
 
@@ -184,13 +183,9 @@ def draft_spec(config: DFlashConfig, backbone: NativeBackbone, mask_token_id: in
 
 def _mask_token(config: DFlashConfig, loaded: LoadedModel, examples: list[Example]) -> int:
     used = {token for example in examples for token in example.tokens}
-    model = SimpleNamespace(
-        path=loaded.path,
-        tokenizer=loaded.tokenizer,
-        vocab_size=loaded.backbone.vocab_size,
-        eos_token_ids=loaded.backbone.eos_token_ids,
-    )
-    return choose_mask_token(cast(Any, model), config.mask_token_id, used)
+    backbone = loaded.backbone
+    ids = Vocabulary(loaded.path, loaded.tokenizer, backbone.vocab_size, backbone.eos_token_ids)
+    return choose_mask_token(ids, config.mask_token_id, used)
 
 
 def _possible_anchors(example: Example) -> Tensor:

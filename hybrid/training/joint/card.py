@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid import __version__
+from hybrid.models.store import public_name
 from hybrid.training.joint.config import JointConfig
-from hybrid.training.self_diffusion.export import base_name
 
 _TEMPLATE = """---
 base_model: {base}
@@ -48,9 +48,9 @@ def card(
     values = config.model_dump(mode="json", exclude_defaults=True)
     values |= {name: Path(values[name]).name for name in ("data", "output")}
     if "model" in values:
-        values["model"] = base_name(config.model)
+        values["model"] = public_name(config.model)
     return _TEMPLATE.format(
-        base=base_name(config.model),
+        base=public_name(config.model),
         block_size=info["block_size"],
         mask_token_id=info["mask_token_id"],
         num_eval=config.num_eval_sequences,

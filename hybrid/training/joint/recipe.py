@@ -21,7 +21,7 @@ from hybrid.training.joint.acceptance import accepted_slots
 from hybrid.training.joint.card import card
 from hybrid.training.joint.config import JointConfig
 from hybrid.training.joint.module import JointBatch, JointModule
-from hybrid.training.mask_token import choose_mask_token
+from hybrid.training.mask_token import Vocabulary, choose_mask_token
 from hybrid.training.masks import block_ids
 from hybrid.training.recipe import generator
 from hybrid.training.trainable import LoraOptions, Trainable, load_trainable
@@ -41,7 +41,10 @@ class JointRecipe:
     ) -> None:
         """Split the examples; the last ones are held out."""
         used = {token for example in examples for token in example.tokens}
-        mask_token_id = choose_mask_token(trainable, config.mask_token_id, used)
+        ids = Vocabulary(
+            trainable.path, trainable.tokenizer, trainable.vocab_size, trainable.eos_token_ids
+        )
+        mask_token_id = choose_mask_token(ids, config.mask_token_id, used)
         self.config, self.data_sha256 = config, data_sha256
         self.module = JointModule(trainable, mask_token_id, config.alpha)
         split = len(examples) - config.num_eval_sequences

@@ -15,16 +15,15 @@ import torch
 
 from hybrid import __version__
 from hybrid.errors import CheckpointError
+from hybrid.models.store import DEFAULT_NAME, public_name
 from hybrid.training.checkpoint import read_metrics
 from hybrid.training.data import data_sha256
 from hybrid.training.files import replacing
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
-from hybrid.training.self_diffusion.export import base_name
 
 _FLAGS = {"data", "output", "model", "steps", "learning_rate", "seed"}  # the others go by --set
 _TEMPLATE = """---
-license: apache-2.0
-base_model: {base}
+{license}base_model: {base}
 library_name: peft
 tags: [hybrid-decoder, self-speculative-decoding, diffusion, lora]
 ---
@@ -65,13 +64,14 @@ draft, plus the one that the base model adds): **{length:.2f}**.
 
 ## Licence
 
-Apache-2.0, as the base model.
+{terms}
 """
 
 _SLOTS = {
     "mask": "over masked slots that see each other",
     "uniform": "over random tokens, the anchor's row with the base weights, attention causal",
 }
+_TERMS = "That of the base model, from whose answers and weights it was made."
 _PLAIN = """That is all of it: stock PEFT
 drafts with it (activated LoRA), and so does any server that takes such an adapter."""
 _NOT_PLAIN = """On their own they do
@@ -101,7 +101,9 @@ def write_card(run: Path) -> Path:
     last, accuracy = rows[-1], rows[-1]["accuracy_by_position"]
     sha256, card = data_sha256(config.data), run / "adapter" / "README.md"
     text = _TEMPLATE.format(
-        base=base_name(config.model),
+        base=public_name(config.model),
+        license="license: apache-2.0\n" if config.model == DEFAULT_NAME else "",
+        terms="Apache-2.0, as the base model." if config.model == DEFAULT_NAME else _TERMS,
         model=_shown(config.model),
         num_draft_tokens=config.num_draft_tokens,
         passes="one pass" if config.num_passes == 1 else f"{config.num_passes} passes",

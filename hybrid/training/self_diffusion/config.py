@@ -24,9 +24,9 @@ class SelfDiffusionConfig(TrainConfig):
         short_draft_tokens: slots of the steps that train a short draft instead of K.
         short_share: share of such steps.
         entry_layer: first layer of the draft pass; 0 runs the whole model, and slots enter as
-            tokens.
+            tokens. None is two thirds up the model.
         feature_layers: layers whose output at the anchor's predecessor enters the draft input;
-            none with entry_layer 0.
+            none with entry_layer 0. None is four over the height of the model.
         rank: r of the low-rank updates.
         lora_alpha: scale of the updates is lora_alpha / rank.
         targets: projections that get low-rank updates.
@@ -55,8 +55,8 @@ class SelfDiffusionConfig(TrainConfig):
     num_draft_tokens: Positive = 8
     short_draft_tokens: Positive = 3
     short_share: _Share = 0.0
-    entry_layer: _Count = 20
-    feature_layers: tuple[_Count, ...] = (2, 10, 19, 28)
+    entry_layer: _Count | None = None
+    feature_layers: tuple[_Count, ...] | None = None
     rank: Positive = 32
     lora_alpha: Rate = 32.0
     targets: Annotated[tuple[_Target, ...], Field(min_length=1)] = get_args(_Target)
@@ -70,3 +70,13 @@ class SelfDiffusionConfig(TrainConfig):
     decay: Rate = 4.0
     distillation: _Share = 0.0
     keep_contexts: bool = False
+
+    def layers(self, num_layers: int) -> tuple[int, tuple[int, ...]]:
+        """Return the entry layer and the feature layers in a model of so many layers."""
+        entry = self.entry_layer if self.entry_layer is not None else max(1, 2 * num_layers // 3)
+        if self.feature_layers is not None:
+            return entry, self.feature_layers
+        if entry == 0:
+            return entry, ()
+        spread = {num_layers // 15, num_layers // 3, entry - 1, max(0, num_layers - 2)}
+        return entry, tuple(sorted(spread))

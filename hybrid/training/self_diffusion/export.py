@@ -17,10 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hybrid.models.draft_config import PEFT_PREFIX, DraftConfig
-from hybrid.models.store import DEFAULT_NAME
 from hybrid.training.files import replacing, write_json
-
-DEFAULT_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def save_adapter(
@@ -81,10 +78,3 @@ def _replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with replacing(path) as part:
         # Not save_file: its files are readable by their owner alone.
         part.write_bytes(save(dict(tensors)))
-
-
-def base_name(model: str) -> str:
-    """Return what an adapter's files call its base: a hub id where there is one, never a path."""
-    if model == DEFAULT_NAME:
-        return DEFAULT_MODEL_ID
-    return Path(model).name if Path(model).exists() else model

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import count as count_from_zero
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +21,17 @@ from hybrid.errors import ConfigError
 from hybrid.models.draft_config import DraftConfig, base_shape
 from hybrid.models.draft_input import MASKED, noise, reveal
 from hybrid.models.loading import LoadedModel, load_model
+from hybrid.models.store import public_name
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training.config import TrainConfig
 from hybrid.training.data import Example, data_sha256, read_examples
-from hybrid.training.mask_token import choose_mask_token
+from hybrid.training.mask_token import Vocabulary, choose_mask_token
 from hybrid.training.recipe import generator
 from hybrid.training.self_diffusion.card import write_card
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 from hybrid.training.self_diffusion.context import TargetContext, target_context
 from hybrid.training.self_diffusion.draft_model import DraftModel
-from hybrid.training.self_diffusion.export import base_name, save_adapter
+from hybrid.training.self_diffusion.export import save_adapter
 
 _ANCHORS_AT_ONCE = 64  # of an evaluation
 
@@ -172,7 +172,7 @@ class SelfDiffusionRecipe:
         if self.config.draft_vocab_size is not None:
             tensors["vocabulary"] = self.module.vocabulary.int()
         adapter = folder / "adapter"
-        save_adapter(adapter, model.config, tensors, base_model=base_name(self.config.model))
+        save_adapter(adapter, model.config, tensors, base_model=public_name(self.config.model))
         write_card(folder)
         return adapter
 
@@ -265,18 +265,14 @@ def _draft_model(
 ) -> DraftModel:
     backbone, mask_token = loaded.backbone, config.mask_token_id
     assert isinstance(backbone, NativeBackbone)
-    if config.entry_layer == 0 and config.corruption == "mask":
-        seen = SimpleNamespace(  # what the choice looks at
-            path=loaded.path,
-            tokenizer=loaded.tokenizer,
-            vocab_size=backbone.vocab_size,
-            eos_token_ids=backbone.eos_token_ids,
-        )
-        mask_token = choose_mask_token(cast(Any, seen), mask_token, used)
+    entry_layer, feature_layers = config.layers(backbone.num_layers)
+    if entry_layer == 0 and config.corruption == "mask":
+        ids = Vocabulary(loaded.path, loaded.tokenizer, backbone.vocab_size, backbone.eos_token_ids)
+        mask_token = choose_mask_token(ids, mask_token, used)
     shape = DraftConfig(
         num_draft_tokens=config.num_draft_tokens,
-        entry_layer=config.entry_layer,
-        feature_layers=config.feature_layers,
+        entry_layer=entry_layer,
+        feature_layers=feature_layers,
         rank=config.rank,
         lora_alpha=config.lora_alpha,
         base=base_shape(backbone),

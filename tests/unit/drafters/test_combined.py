@@ -49,7 +49,7 @@ def make(device="cpu", entry_layer=20, num_passes=1):
     config = SimpleNamespace(
         taps=(3,), num_draft_tokens=7, preferred_draft_tokens=WIDTH, entry_layer=entry_layer
     )
-    config.num_passes = num_passes
+    config.num_passes, config.confidence_floor = num_passes, 0.0
     backbone = SimpleNamespace(num_layers=30, device=torch.device(device))
     drafter = CombinedDrafter(backbone, SimpleNamespace(config=config))
     drafter._diffusion = ScriptedDiffusion()

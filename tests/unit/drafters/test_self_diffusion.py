@@ -182,3 +182,35 @@ def test_a_draft_leaves_the_committed_cache_alone() -> None:
     for row, length in enumerate(lengths):
         assert torch.equal(cache.data[:, :, row, :, :length], before[:, :, row, :, :length])
     assert not torch.equal(cache.data, before), "it does write scratch"
+
+
+def test_a_draft_ends_where_it_is_no_longer_confident() -> None:
+    params = SamplingParams(max_new_tokens=30)
+    prompts = random_prompts(9, 5, 17, 4)
+    drafter, state = prepared(prompts, params)
+    whole = propose(drafter, state)
+    floor = 1.4e-3  # between the products of the rows at the second slot
+    stopping = SelfDiffusionDrafter(tiny_backbone(), random_adapter(tiny_backbone(), K, seed=SEED))
+    stopping._floor = floor
+    proposal = propose(stopping, state)
+    for b in range(len(prompts)):
+        count, certainty = 0, 1.0
+        for p in raw_laws(drafter, state)[b].amax(dim=1).tolist():
+            certainty *= p
+            if certainty < floor:
+                break
+            count += 1
+        assert proposal.num_tokens[b] == count
+        assert torch.equal(proposal.tokens[b, :count], whole.tokens[b, :count])
+    assert min(proposal.num_tokens) > 0 or max(proposal.num_tokens) > 0
+    assert len(set(proposal.num_tokens)) > 1, "rows stop by themselves"
+    assert proposal.tokens.shape[1] == max(proposal.num_tokens)
+    stopping._floor = 0.999
+    assert propose(stopping, state).num_tokens == (0,) * len(prompts)
+
+
+def raw_laws(drafter: SelfDiffusionDrafter, state: DraftState) -> Tensor:
+    """Return the laws [B, K, V] of the slots."""
+    slots = drafter._slots(state, torch.full((len(state.rows), K), -1))
+    head = drafter._adapter.head
+    return head.logits(slots.flatten(0, 1), None).view(*slots.shape[:2], -1).softmax(dim=-1)

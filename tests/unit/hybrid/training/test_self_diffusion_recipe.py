@@ -253,3 +253,15 @@ def test_the_adapter_on_disk_is_what_was_trained(make_config: Make) -> None:
     assert torch.equal(saved["slots"], state["model.slots"].bfloat16())
     assert saved["slots"].abs().max() > 0
     assert saved["vocabulary"].tolist() == recipe.module.vocabulary.tolist()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 16, 24, 28, 30, 32, 36, 80])
+def test_the_layers_follow_the_model(num_layers: int) -> None:
+    config = SelfDiffusionConfig(data=Path("data.jsonl"), output=Path("run"))
+    entry, features = config.layers(num_layers)
+    assert entry >= 1
+    assert features == tuple(sorted(set(features)))
+    assert num_layers == 1 or entry < num_layers
+    assert all(0 <= layer < num_layers for layer in features)
+    chosen = config.replace(entry_layer=0)
+    assert chosen.layers(num_layers) == (0, ())
