@@ -87,7 +87,7 @@ class HybridDecoder:
             )
         self._num_draft_tokens = num_draft_tokens
         if drafter is None:
-            drafter = "self-diffusion" if adapter is not None else "ngram"
+            drafter = "combined" if adapter is not None else "ngram"
         if isinstance(drafter, str) and drafter.startswith("dflash:"):
             drafter = Path(drafter.removeprefix("dflash:"))
         if isinstance(drafter, Path):

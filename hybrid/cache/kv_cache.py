@@ -21,8 +21,7 @@ class KVCache(Rows):
     """Keys and values of B rows, [L, 2, B, G, S, D], allocated once.
 
     Attributes:
-        data: the tensor. What lies beyond a row's scratch is masked by whoever reads it, and
-            always finite.
+        data: the tensor. Whoever reads beyond a row's scratch masks it, and blanks it first.
         lengths: committed positions per row.
         capacity: the most positions of a row; S is the next multiple of `KEY_TILE`.
     """
@@ -97,6 +96,11 @@ class KVCache(Rows):
         pair = self.data[layer, :, row, :, :length]
         return pair[0], pair[1]
 
+    def blank(self, row: int, start: int, end: int) -> None:
+        """Zero scratch in all layers: a NaN that a draft left there would pass any mask."""
+        if max(start, self.lengths[row]) < end:
+            self.data[:, :, row, :, max(start, self.lengths[row]) : end] = 0
+
     def commit(self, row: int, num_tokens: int) -> None:
         """Make the first `num_tokens` scratch positions part of the row."""
         if num_tokens < 0:
@@ -133,7 +137,6 @@ class KVCache(Rows):
     def free(self, row: int) -> None:
         """Empty the row."""
         self.lengths[row] = 0
-        self.data[:, :, row].zero_()  # the next request must not read a NaN behind its mask
 
 
 def padded(length: int) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
-from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks, Weight
+from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks
 from hybrid.models.draft_config import (
     ATTENTION,
     MLP,
@@ -34,7 +34,7 @@ from hybrid.models.draft_config import (
 )
 from hybrid.models.draft_head import DraftHead, SamplerHead
 from hybrid.models.draft_input import LateInput, TokenInput
-from hybrid.models.linear import DenseLinear, Linear, PackedLinear, make_linear
+from hybrid.models.linear import PACKED_ROWS, DenseLinear, Linear, PackedLinear, make_linear
 
 if TYPE_CHECKING:
     from hybrid.models.transformer import Layer, NativeBackbone
@@ -94,9 +94,9 @@ class DiffusionAdapter:
     Attributes:
         config: its shape.
         backbone: whose later layers it runs.
-        layers: as the backbone's, wrapped from `config.entry_layer` on. Where the CPU has the
-            backbone's weights in its own order, the updates are merged into copies of that kind:
-            two small products more cost as much as a large one, and a draft may round as it likes.
+        layers: as the backbone's, wrapped from `config.entry_layer` on. Where a CPU decodes, the
+            updates are merged into packed 4-bit copies, whatever the backbone's precision: two
+            small products more cost as much as a large one, and a draft may round as it likes.
         draft_input: how rows of token ids enter `config.entry_layer`.
         head: what turns a slot's last hidden state into tokens.
     """
@@ -120,7 +120,8 @@ class DiffusionAdapter:
         if problem := config.problem(backbone.spec):
             raise CheckpointError(f"Adapter: {problem} Its draft_config.json is damaged.")
         self.config, self.backbone, self._tensors = config, backbone, tensors
-        self._kind = type(backbone.layers[config.entry_layer].qkv)
+        # Plain weights are there to be trained, or on a GPU: no second copy of them.
+        self._merges = not isinstance(backbone.layers[config.entry_layer].qkv, DenseLinear)
         self.layers = [
             layer if index < config.entry_layer else self._wrap(index, layer)
             for index, layer in enumerate(backbone.layers)
@@ -169,13 +170,15 @@ class DiffusionAdapter:
         return value.to(self.backbone.device, dtype)
 
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Return a layer of the backbone's kind.
+        """Return a layer of the adapter's own, packed where updates are merged.
 
         Exact: the draft of a row must not depend on how many rows there are.
         """
-        fits = self._kind is PackedLinear and weight.shape[1] % INT4_GROUP == 0
-        own: Weight = Int4Blocks.quantize(weight) if fits else weight.to(self.backbone.dtype)
-        return make_linear([own], [bias], exact=True, reorder=self._kind is not DenseLinear)
+        fits = weight.shape[0] % PACKED_ROWS == 0 and weight.shape[1] % INT4_GROUP == 0
+        if self._merges and fits:
+            return PackedLinear([Int4Blocks.quantize(weight)], bias)
+        weight = weight.to(self.backbone.dtype)
+        return make_linear([weight], [bias], exact=True, reorder=self._merges)
 
     def _input(self) -> TokenInput | LateInput:
         config, embedding = self.config, self.backbone.embedding
@@ -223,9 +226,7 @@ class DiffusionAdapter:
             else:
                 b.append(self.backbone.norm.new_zeros(outputs, 0))
         update = LoraLinear(base, torch.cat(a), torch.block_diag(*b))  # type: ignore[no-untyped-call]
-        if self._kind is DenseLinear:  # a GPU: no second copy of the weights
-            return update
-        return self._linear(update.dense(), base.bias)
+        return self._linear(update.dense(), base.bias) if self._merges else update
 
     def _wrap(self, index: int, layer: Layer) -> Layer:
         norms: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """`Linear`: y = x W^T + b, the weight dense or in packed blocks; nothing above knows which.
 
-Packed layers take bfloat16 activations. Their rows are bit-identical whatever the number of rows,
+Packed layers compute in bfloat16. Their rows are bit-identical whatever the number of rows,
 which is what makes a row of a batch independent of the others.
 Next: hybrid/models/transformer.py.
 """
@@ -20,7 +20,7 @@ from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks, Int8Blocks, Weight
 # float32. On 2 to 7 float32 rows it is also slower than on 8.
 _TILE_ROWS = {torch.bfloat16: 2, torch.float32: 4}
 _MIN_FLOAT32_ROWS = 8
-_PACKED_ROWS = 16  # the 4-bit kernel takes multiples
+PACKED_ROWS = 16  # the 4-bit kernel takes multiples
 
 
 class Linear:
@@ -160,7 +160,9 @@ class PackedLinear(Linear):
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [N, O] for x [N, I] in bfloat16."""
+        """Return [N, O] for x [N, I]; computed in bfloat16, returned in the dtype of x."""
+        if x.dtype != torch.bfloat16:
+            return self(x.bfloat16()).to(x.dtype)
         if self._repeats:
             x = torch.cat([x, x], dim=-1)
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
@@ -210,7 +212,7 @@ def make_linear(
     bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
     for kind in (Int4Blocks, Int8Blocks):
         blocks = [w for w in weights if isinstance(w, kind)]
-        if len(blocks) == len(weights) and sum(w.shape[0] for w in blocks) % _PACKED_ROWS == 0:
+        if len(blocks) == len(weights) and sum(w.shape[0] for w in blocks) % PACKED_ROWS == 0:
             return PackedLinear(blocks, bias)
     dtype = next((w.dtype for w in weights if isinstance(w, Tensor)), torch.bfloat16)
     dense = [w if isinstance(w, Tensor) else w.dequantize(dtype) for w in weights]

@@ -196,6 +196,10 @@ class _Attention:
         # pass in which each token is a product of its own gives the bits of AR decoding, in any
         # precision, and is no slower on a CPU; a prefill is too wide for that.
         self.token_by_token = pattern.is_causal and not prefill and backbone.device.type == "cpu"
+        if self.token_by_token:
+            for batch_row, row in enumerate(rows):
+                end = pattern.row_prefix(batch_row) + self.num_tokens
+                cache.blank(row, end, padded(end))
 
     def __call__(self, layer: Layer, index: int, qkv: Tensor) -> Tensor:
         """Rotate, write K/V to scratch, attend. qkv: [B*T, (H + 2G) D] -> [B*T, H D]."""

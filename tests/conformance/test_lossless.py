@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from functools import cache
 
@@ -17,13 +18,14 @@ from fakes import (
     always_wrong,
     decoder,
     make_engine,
+    random_adapter,
     random_prompts,
     sometimes_wrong,
     tiny_backbone,
     with_eos,
 )
 
-from hybrid import registry
+from hybrid import HybridDecoder, registry
 from hybrid.attention.pattern import causal
 from hybrid.decode.loop import run
 from hybrid.decode.reference import reference_greedy, reference_logits
@@ -292,3 +294,19 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch_or_its_padding(dtype):
         for row, prompt in enumerate(prompts):
             alone = logits_of_a_step(backbone, [prompt], [inputs[row][:width]])
             assert torch.equal(alone[0], together[row, :width])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_broken_draft_leaves_in_scratch_reaches_nobody(dtype):
+    """Keys behind a pass are masked, and a masked NaN would still be a NaN."""
+    backbone = tiny_backbone("llama", dtype)
+    adapter = random_adapter(backbone)
+    adapter.layers[1].input_norm.fill_(float("nan"))
+    for max_new_tokens in (2, 3, 9):
+        params = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
+        model = HybridDecoder(backbone, adapter=adapter, drafter="self-diffusion")
+        drafted = model.generate(PROMPTS, **params)
+        plain = model.generate(PROMPTS, strategy="ar", **params)
+        for ours, expected in zip(drafted, plain, strict=True):
+            assert ours.token_ids == expected.token_ids
+            assert ours.logprobs is None or all(map(math.isfinite, ours.logprobs))
