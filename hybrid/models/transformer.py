@@ -259,14 +259,13 @@ class _Attention:
 
     def _additive(self, batch_row: int, visible: Tensor | None, width: int) -> Tensor:
         backbone, num_seen = self.backbone, self.pattern.row_prefix(batch_row) + self.num_tokens
-        per_group = backbone.spec.num_heads // backbone.spec.num_kv_heads
         mask = torch.zeros(self.num_tokens, width, dtype=backbone.dtype, device=backbone.device)
         mask[:, num_seen:] = float("-inf")
         if visible is not None:
             mask[:, :num_seen].masked_fill_(~visible.to(backbone.device), float("-inf"))
         if self.token_by_token:
-            return mask[:, None, None].expand(-1, 1, per_group, -1).contiguous()
-        return mask.repeat(per_group, 1)
+            return mask[:, None, None]
+        return mask.repeat(backbone.spec.num_heads // backbone.spec.num_kv_heads, 1)
 
 
 class _Weights:

@@ -2,9 +2,10 @@
 
 from hybrid.kernels.block_attention.reference import (
     KEY_TILE,
+    ROW_TILE,
     block_attention,
     dense_mask_attention,
     token_attention,
 )
 
-__all__ = ["KEY_TILE", "block_attention", "dense_mask_attention", "token_attention"]
+__all__ = ["KEY_TILE", "ROW_TILE", "block_attention", "dense_mask_attention", "token_attention"]

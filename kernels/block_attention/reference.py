@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KEY_TILE = 16  # keys per vector of a CPU's sums; `token_attention` takes multiples
+# `token_attention` takes multiples of so many keys and query rows per kv head: vectors stay whole,
+# and so does the alignment of the scratch that torch's kernel gives to each of its threads. Without
+# it the matrix library sums in another order on one thread than on the next.
+KEY_TILE, ROW_TILE = 16, 8
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -40,16 +43,15 @@ def token_attention(
 ) -> Tensor:
     """Attend for each token by itself: a token's bits do not depend on how many there are.
 
-    Every token is a product of the shapes that it would have alone. Tokens of the same shapes are a
-    batch over the same keys, which saves calls; to make that frequent, bfloat16 takes whole tiles
-    of keys, those beyond a token masked. In float32 the CPU's library may share one token's product
-    among its threads and not that of several, so each token has a call and keys of its own.
+    Every token is a product of the shapes that it would have alone: its own whole tiles of keys,
+    those beyond it masked, and whole tiles of query rows. Tokens of the same shapes are a batch
+    over the same keys, which saves calls.
 
     Args:
         query: [T, H, D]; query head h reads kv head h // (H / G).
-        key: [G, S, D], S up to a multiple of `KEY_TILE`.
+        key: [G, S, D], S up to a multiple of `KEY_TILE`; finite beyond a token, too.
         value: [G, S, D].
-        mask: [T, 1, H / G, S] additive, in the dtype of query.
+        mask: [T, 1, 1, S] additive, in the dtype of query.
         first_length: keys up to and including the first token's own; each token has one more.
 
     Returns:
@@ -57,17 +59,20 @@ def token_attention(
     """
     num_tokens, num_heads, head_dim = query.shape
     grouped = query.reshape(num_tokens, key.shape[0], -1, head_dim)
-    tile = KEY_TILE if query.dtype == torch.bfloat16 else 1
+    num_rows = grouped.shape[2]
+    grouped = F.pad(grouped, (0, 0, 0, -num_rows % ROW_TILE))
+    mask = mask.expand(-1, 1, grouped.shape[2], -1)
     outs = []
     start = 0
     while start < num_tokens:
-        width = -(-(first_length + start) // tile) * tile
+        width = -(-(first_length + start) // KEY_TILE) * KEY_TILE
         end = min(num_tokens, width - first_length + 1)
-        keys, values = (t[:, :width].expand(end - start, -1, -1, -1) for t in (key, value))
-        out = F.scaled_dot_product_attention(
-            grouped[start:end], keys, values, attn_mask=mask[start:end, ..., :width]
-        )
-        outs.append(out.reshape(end - start, num_heads * head_dim))
+        own, own_mask = grouped[start:end], mask[start:end, ..., :width]
+        if len(own) * key.shape[0] == 1:  # one product alone would be shared among the threads
+            own, own_mask = (t.expand(2, -1, -1, -1) for t in (own, own_mask))
+        keys, values = (t[:, :width].expand(len(own), -1, -1, -1) for t in (key, value))
+        out = F.scaled_dot_product_attention(own, keys, values, attn_mask=own_mask)
+        outs.append(out[: end - start, :, :num_rows].reshape(end - start, num_heads * head_dim))
         start = end
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 

@@ -153,11 +153,10 @@ def test_any_memory_order_of_torchs_kernel_will_do(monkeypatch):
 
 def each_token(query, key, value, prefix, width):
     """Run `token_attention` causally over `width` keys, those behind a token masked."""
-    num_tokens, heads, _ = query.shape
+    num_tokens = query.shape[0]
     seen = torch.arange(width) <= prefix + torch.arange(num_tokens)[:, None]
     mask = torch.zeros(num_tokens, width, dtype=query.dtype).masked_fill(~seen, float("-inf"))
-    mask = mask[:, None, None].expand(-1, 1, heads // key.shape[0], -1).contiguous()
-    return token_attention(query, key[:, :width], value[:, :width], mask, prefix + 1)
+    return token_attention(query, key[:, :width], value[:, :width], mask[:, None, None], prefix + 1)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -175,18 +174,23 @@ def test_token_attention_equals_the_twin(shape, dtype):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "groups", "dim"), [(9, 3, 64), (4, 4, 16), (6, 1, 80), (8, 2, 128)]
+    ("heads", "groups", "dim"), [(9, 3, 64), (4, 4, 16), (6, 1, 80), (8, 2, 128), (35, 5, 64)]
 )
-def test_a_tokens_bits_are_its_own(heads, groups, dim, dtype):
-    """Whatever stands beside it and however many keys lie masked behind it."""
-    for prefix in (0, 1, 14, 15, 16, 40, 130, 185, 255, 300, 511):
-        shape = (prefix + 32, 8, heads, groups, dim)
-        query, key, value = tensors(*shape, dtype, seed=prefix)
-        width = -(-(prefix + 8) // KEY_TILE) * KEY_TILE
-        together = each_token(query, key, value, prefix, width)
-        for token in range(8):
-            own = -(-(prefix + token + 1) // KEY_TILE) * KEY_TILE
-            alone = each_token(query[token : token + 1], key, value, prefix + token, own)
-            assert torch.equal(together[token], alone[0]), f"prefix {prefix}, token {token}"
+def test_a_tokens_bits_are_its_own(heads, groups, dim, dtype, num_threads):
+    """Whatever stands beside it, however many keys lie masked behind it, on whatever thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for prefix in (0, 1, 14, 15, 16, 40, 121, 130, 174, 185, 255, 300, 511):
+            query, key, value = tensors(prefix + 32, 8, heads, groups, dim, dtype, seed=prefix)
+            width = -(-(prefix + 8) // KEY_TILE) * KEY_TILE
+            together = each_token(query, key, value, prefix, width)
+            for token in range(8):
+                own = -(-(prefix + token + 1) // KEY_TILE) * KEY_TILE
+                alone = each_token(query[token : token + 1], key, value, prefix + token, own)
+                assert torch.equal(together[token], alone[0]), f"prefix {prefix}, token {token}"
+    finally:
+        torch.set_num_threads(before)
