@@ -90,14 +90,17 @@ class CombinedDrafter:
     _copies: dict[int, _Copy]  # what lookup had for each row of the step
     _has_slots: set[int]  # the rows that took slots instead
 
-    def __init__(self, backbone: Backbone, adapter: DiffusionAdapter) -> None:
+    def __init__(
+        self, backbone: Backbone, adapter: DiffusionAdapter, *, stops_early: bool = True
+    ) -> None:
         """Keep the parts; `num_draft_tokens` bounds either source.
 
         Args:
             backbone: the target.
             adapter: what self-diffusion needs, bound to the backbone.
+            stops_early: see `SelfDiffusionDrafter`.
         """
-        self._diffusion = SelfDiffusionDrafter(backbone, adapter)
+        self._diffusion = SelfDiffusionDrafter(backbone, adapter, stops_early=stops_early)
         self.taps = self._diffusion.taps
         self.max_draft_tokens = self._diffusion.max_draft_tokens
         self.preferred_draft_tokens = self._diffusion.preferred_draft_tokens

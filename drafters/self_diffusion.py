@@ -26,13 +26,23 @@ class SelfDiffusionDrafter:
 
     name = "self-diffusion"
 
-    def __init__(self, backbone: Backbone, adapter: DiffusionAdapter) -> None:
-        """Keep the parts; the adapter is bound to the backbone."""
+    def __init__(
+        self, backbone: Backbone, adapter: DiffusionAdapter, *, stops_early: bool = True
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            backbone: the target.
+            adapter: bound to it.
+            stops_early: heed the adapter's `confidence_floor`.
+        """
         self._backbone, self._adapter = backbone, adapter
         self.taps = adapter.config.taps
         self.max_draft_tokens = adapter.config.num_draft_tokens
         self.preferred_draft_tokens = adapter.config.preferred_draft_tokens or self.max_draft_tokens
-        self._floor = adapter.config.confidence_floor if backbone.device.type == "cpu" else 0.0
+        # Elsewhere a row of a verify pass costs next to nothing, and looking costs a host sync.
+        heeds = stops_early and backbone.device.type == "cpu"
+        self._floor = adapter.config.confidence_floor if heeds else 0.0
 
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
         """Propose K tokens per row: argmax where the row is greedy, else a draw and its law.

@@ -355,7 +355,8 @@ class HybridDecoder:
                     f"drafter {drafter!r}: {self.model_name} has no diffusion adapter. Give "
                     "adapter=FOLDER (see `hybrid train self-diffusion`) or use drafter='ngram'."
                 )
-            return make(self.backbone, self.adapter)
+            # Who asks for K tokens gets K; the adapter's own K may end earlier.
+            return make(self.backbone, self.adapter, stops_early=self._num_draft_tokens is None)
         if drafter == "dflash":
             raise ConfigError(
                 "drafter 'dflash': expected its folder, drafter='dflash:FOLDER' (see `hybrid train "

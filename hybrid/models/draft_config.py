@@ -57,7 +57,8 @@ class DraftConfig:
         mask_token_id: token that stands in a masked slot that enters as a token.
         num_passes: denoising passes of a draft; each but the last tells the next its surest tokens.
         confidence_floor: on a CPU, where each row of a verify pass costs time, a greedy draft ends
-            before the slot at which the product of its confidences falls below this.
+            before the slot at which the product of its confidences falls below this, unless
+            somebody asks for a number of tokens.
     """
 
     num_draft_tokens: int
