@@ -3,11 +3,13 @@
 #
 #   benchmarks/on_a_gpu.sh            all stages: prompts, answers, train, bench
 #   benchmarks/on_a_gpu.sh bench      one of them
-#   MODEL=my-model ENTRY=18 FEATURES=2,9,17,26 benchmarks/on_a_gpu.sh
+#   MODEL=my-model benchmarks/on_a_gpu.sh
 #
 # It stops by itself after SECONDS_PER_RUN with exit code 75: run the same command again, and it goes
-# on where it was. What is worth keeping is copied to OUT. Without a network, HYBRID_CACHE_DIR has to
-# hold the model already. docs/training.md explains the settings.
+# on where it was. Only what is made in one go begins again, a PIECE of the prompts or one line of the
+# benchmark: if it never fits, lower PIECE or BENCH_LIMIT. What is worth keeping is copied to OUT.
+# Without a network, HYBRID_CACHE_DIR has to hold the model already. docs/training.md explains the
+# settings.
 set -euo pipefail
 
 MODEL=${MODEL:-default}
@@ -20,12 +22,11 @@ PYTHON=${PYTHON:-python3}
 ANSWERS=${ANSWERS:-}                    # the model's own, if you have them: no prompts are needed
 PROMPTS=${PROMPTS:-}                    # if you have them; else the model writes NUM_PROMPTS itself
 NUM_PROMPTS=${NUM_PROMPTS:-2000}
+PIECE=${PIECE:-250}                     # prompts sampled in one go
 MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-192}
 BATCH=${BATCH:-128}                     # rows decoded together
 
 SLOTS=${SLOTS:-16}                      # trained; rows are nearly free on a GPU
-ENTRY=${ENTRY:-20}
-FEATURES=${FEATURES:-2,10,19,28}
 VOCABULARY=${VOCABULARY:-10240}
 STEPS=${STEPS:-10000}
 RATE=${RATE:-1.4e-3}
@@ -53,11 +54,20 @@ hybrid() {  # what it has not done when the time is up is left for the next run
 
 prompts() {
     if [[ -n $ANSWERS$PROMPTS || -s $WORK/prompts.jsonl ]]; then return; fi
-    rm -f "$WORK/prompts.part"  # sampled in one go: it begins again
-    hybrid data prompts --model "$MODEL" --device "$DEVICE" --number "$NUM_PROMPTS" \
-        --batch "$BATCH" --output "$WORK/prompts.part" \
-        --start "" --start "Write" --start "Explain" --start "Summarise" --start "List" \
-        --start "Why" --start "How" --start "Calculate"
+    local first part parts=()
+    for ((first = 0; first < NUM_PROMPTS; first += PIECE)); do
+        part=$WORK/prompts-$first-of-$NUM_PROMPTS-by-$PIECE.jsonl
+        parts+=("$part")
+        if [[ -s $part ]]; then continue; fi
+        rm -f "$WORK/prompts.part"
+        hybrid data prompts --model "$MODEL" --device "$DEVICE" --seed "$first" --batch "$BATCH" \
+            --number $((PIECE < NUM_PROMPTS - first ? PIECE : NUM_PROMPTS - first)) \
+            --output "$WORK/prompts.part" \
+            --start "" --start "Write" --start "Explain" --start "Summarise" --start "List" \
+            --start "Why" --start "How" --start "Calculate"
+        mv "$WORK/prompts.part" "$part"
+    done
+    cat "${parts[@]}" > "$WORK/prompts.part"  # one that two pieces have is answered once
     mv "$WORK/prompts.part" "$WORK/prompts.jsonl"
 }
 
@@ -72,8 +82,7 @@ train() {
     if [[ -e $WORK/run/done ]]; then return; fi
     hybrid train self-diffusion --model "$MODEL" --data "${ANSWERS:-$WORK/answers.jsonl}" \
         --output "$WORK/run" --steps "$STEPS" --learning-rate "$RATE" --set device="$DEVICE" \
-        --set num_draft_tokens="$SLOTS" --set entry_layer="$ENTRY" \
-        --set feature_layers="[$FEATURES]" --set draft_vocab_size="$VOCABULARY" \
+        --set num_draft_tokens="$SLOTS" --set draft_vocab_size="$VOCABULARY" \
         --set sequences_per_step="$SEQUENCES" --set anchors_per_sequence="$ANCHORS" \
         --set keep_contexts="$KEEP" --set eval_every="$EVAL_EVERY" \
         --set num_eval_sequences="$NUM_EVAL"

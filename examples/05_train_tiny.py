@@ -25,11 +25,9 @@ if __name__ == "__main__":
     answers = GenerateConfig(output=folder / "answers.jsonl", model=model, max_new_tokens=64)
     generate(read_prompts(asked.encode(), "prompts.txt"), answers, lambda: target)
 
-    last = target.backbone.num_layers - 1
     config = SelfDiffusionConfig(
         data=answers.output, output=folder / "run", model=model, num_draft_tokens=4,
-        entry_layer=2 * last // 3, feature_layers=(0, last - 1), rank=8, sampler_size=64,
-        steps=args.steps, num_eval_sequences=8, keep_contexts=True,
+        rank=8, sampler_size=64, steps=args.steps, num_eval_sequences=8, keep_contexts=True,
     )  # fmt: skip
     recipe = build("self-diffusion", config)
     adapter = train(recipe, lambda row: print(f"{row['step']}: {row['loss']}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -13,8 +12,7 @@ import torch
 
 from hybrid import __version__
 from hybrid.metrics import peak_rss_mib
-
-_ROOT = Path(__file__).resolve().parents[2]
+from hybrid.revision import git_revision
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -23,13 +21,14 @@ def describe(device: torch.device) -> dict[str, Any]:
     `git_sha` and `is_dirty` are None outside a checkout. `peak_memory_mib` is the most that the
     whole process has held, with every model that is compared in it.
     """
-    is_cuda = device.type == "cuda"
+    is_cuda, revision = device.type == "cuda", git_revision()
     return {
         "hybrid": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        **_commit(),
+        "git_sha": revision.sha,
+        "is_dirty": revision.is_dirty,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.machine()}",
         "device": str(device),
@@ -40,29 +39,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "peak_memory_mib": peak_rss_mib(),
     }
-
-
-def _commit() -> dict[str, Any]:
-    if not (_ROOT / ".git").exists():
-        return {"git_sha": None, "is_dirty": None}
-    # Results that a run appends do not change what the next one measures.
-    changes = _git(
-        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
-    )
-    return {
-        "git_sha": _git("rev-parse", "HEAD"),
-        "is_dirty": None if changes is None else bool(changes),
-    }
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_model() -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.errors import ConfigError
+from hybrid.prompt_files import prompt_ids, prompt_rows, read_bytes
 from hybrid.prompts import to_token_ids
 
 PROMPTS = (
@@ -40,7 +39,8 @@ class Prompt:
     """One prompt of a benchmark.
 
     Attributes:
-        content: text, chat messages or token ids.
+        content: text, chat messages or token ids, or the fields of a line, which may hold several
+            of them.
         category: what kind of request it is; None when nobody says.
     """
 
@@ -49,33 +49,15 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a JSON-lines file: token ids from `p`, else text from `prompt`.
+    """Return the prompts of a file, as `hybrid data generate` reads it; repeated ones stay.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or a line has neither field.
+        ConfigError: the file cannot be read, is empty, or has a bad line.
     """
-    prompts = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"prompts: {path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-            content, category = item["p"] if "p" in item else item["prompt"], item.get("category")
-            if not isinstance(category, str | None):
-                raise TypeError(f"category: got {category!r}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"prompts: {path}, line {number} is not usable ({error!r}). Expected a JSON object "
-                'with "prompt" (text or chat messages) or "p" (token ids), and perhaps "category".'
-            ) from error
-        prompts.append(Prompt(content, category))
-    if not prompts:
-        raise ConfigError(f"prompts: {path} is empty, expected one JSON object per line.")
-    return prompts
+    rows = [row for _, row in prompt_rows(read_bytes(path, "prompts"), path.name)]
+    named = [row.get("category") for row in rows]
+    categories = [None if category is None else str(category) for category in named]
+    return [Prompt(row, category) for row, category in zip(rows, categories, strict=True)]
 
 
 def encode_prompts(prompts: Sequence[Any], decoder: Any) -> list[list[int]]:
@@ -84,10 +66,13 @@ def encode_prompts(prompts: Sequence[Any], decoder: Any) -> list[list[int]]:
     Raises:
         ConfigError: a malformed prompt.
     """
-    tokenizer, encoded = decoder.tokenizer, []
+    tokenizer, vocab_size, encoded = decoder.tokenizer, decoder.backbone.vocab_size, []
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and tokenizer is not None and tokenizer.has_chat_template:
-            prompt = [{"role": "user", "content": prompt}]
         where = f"prompt {index}"
-        encoded.append(to_token_ids(prompt, tokenizer, decoder.backbone.vocab_size, where))
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if isinstance(prompt, Mapping):
+            encoded.append(prompt_ids(prompt, tokenizer, vocab_size, where))
+        else:
+            encoded.append(to_token_ids(prompt, tokenizer, vocab_size, where))
     return encoded

@@ -61,7 +61,7 @@ class BenchOptions:
     ] = 128
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with prompt or p (ids), perhaps category; default: 20."),
+        typer.Option(help="JSON lines (prompt, messages or p), or a text a line; default: 20."),
     ] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts.")] = None
     transformers: Annotated[

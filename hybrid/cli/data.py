@@ -160,13 +160,13 @@ def inspect(
 
 
 def _read_prompts(argument: str) -> Any:
-    from hybrid.training.data import read_bytes
+    from hybrid.prompt_files import read_bytes
     from hybrid.training.prompts import read_prompts
 
     if argument == "-":
         return read_prompts(sys.stdin.buffer.read(), "stdin")
     path = Path(argument)
-    return read_prompts(read_bytes(path), path.name)
+    return read_prompts(read_bytes(path, "prompts"), path.name)
 
 
 def _load(model: str, device: str, dtype: str) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ from filelock import FileLock, Timeout
 from pydantic_core import to_jsonable_python
 
 from hybrid.errors import CheckpointError, ConfigError
+from hybrid.models.fetch import DEFAULT_MODEL
+from hybrid.models.store import DEFAULT_NAME, resolve
 from hybrid.training.config import TrainConfig
 from hybrid.training.files import replacing, write_json
 
 # These change nothing about the result; the data is known by its SHA-256.
 _FREE = {"data", "output", "device", "keep_contexts", "eval_every", "tensorboard"}
+_FREE |= {"preferred_draft_tokens", "confidence_floor"}  # how decoding is to use it
+_OF_A_MODEL = {".json", ".safetensors", ".jinja", ".model", ".txt"}
+_SAMPLES = 4096
 
 
 @contextmanager
@@ -42,24 +48,64 @@ def only_run_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_checkpoint(config: TrainConfig, data_sha256: str, state: dict[str, Any]) -> None:
+def model_sha256(model: str) -> str:
+    """Return a fingerprint of what a model's name stands for now: a path may hold another one.
+
+    It is made of the files' sizes and of some 4 MiB of each, spread evenly: that is quick, and yet
+    every large matrix of the weights is in it. Smaller files are read whole.
+
+    Args:
+        model: as `hybrid.models.store.resolve` takes it.
+
+    Raises:
+        CheckpointError: it is not there or cannot be read.
+    """
+    if model == DEFAULT_NAME:
+        return DEFAULT_MODEL.sha256
+    path, digest = Path(model).expanduser(), hashlib.sha256()
+    try:
+        if path.is_file():
+            files = [path]
+        else:
+            files = sorted(f for f in resolve(model).iterdir() if f.suffix in _OF_A_MODEL)
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as content:
+                for offset in range(0, size, max(size // _SAMPLES, 1024)):
+                    content.seek(offset)
+                    digest.update(content.read(1024))
+    except OSError as error:
+        raise CheckpointError(
+            f"{model} cannot be read: {error}. Put the model back, and run the same command again."
+        ) from error
+    return digest.hexdigest()
+
+
+def save_checkpoint(config: TrainConfig, hashes: Mapping[str, str], state: dict[str, Any]) -> None:
     """Write `state` ("step", "model", "optimizer") to the run's folder.
+
+    Args:
+        config: of the run.
+        hashes: "data_sha256" and "model_sha256", of what the run is made from.
+        state: what to go on with.
 
     Raises:
         CheckpointError: it cannot be written; the checkpoint before it is intact.
     """
     values = config.model_dump(mode="json")
-    known = {"recipe": type(config).__name__, "config": values, "data_sha256": data_sha256}
+    known = {"recipe": type(config).__name__, "config": values}
     with replacing(config.output / "checkpoint.pt") as part:
-        torch.save({**state, **known}, part)
+        torch.save({**state, **known, **hashes}, part)
     write_json(config.output / "config.json", values)
 
 
-def load_checkpoint(config: TrainConfig, data_sha256: str) -> dict[str, Any] | None:
-    """Return the last state that was saved, or None where there is none.
+def load_checkpoint(config: TrainConfig, hashes: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the last state that was saved, or None where there is none; see `save_checkpoint`.
 
     Raises:
-        ConfigError: the folder holds a run of another configuration or of other data.
+        ConfigError: the folder holds a run of another configuration, or of another model or other
+            data by the same name.
         CheckpointError: the checkpoint is damaged.
     """
     path = config.output / "checkpoint.pt"
@@ -67,7 +113,7 @@ def load_checkpoint(config: TrainConfig, data_sha256: str) -> dict[str, Any] | N
         return None
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
-        saved, sha256 = dict(state["config"]), state.get("data_sha256", data_sha256)
+        saved = dict(state["config"])
         missing = {"step", "model", "optimizer"} - set(state)
     except Exception as error:
         raise _damaged(path, error) from error
@@ -88,12 +134,20 @@ def load_checkpoint(config: TrainConfig, data_sha256: str) -> dict[str, Any] | N
             f"output: {config.output} holds a run with another {listed}. "
             "Give another folder, or the same values to resume."
         )
-    if sha256 != data_sha256:
-        raise ConfigError(
-            f"data: {config.data} has changed since the run in {config.output} began. "
-            "Give another output folder, or the same data to resume."
-        )
+    _check_hashes(config, state, hashes)
     return state
+
+
+def _check_hashes(config: TrainConfig, state: dict[str, Any], hashes: Mapping[str, str]) -> None:
+    # The model first: a recipe may make its data with it.
+    known = {"model": config.model, "data": f"{config.data}, or what was made from it,"}
+    for field, what in known.items():
+        found = hashes[f"{field}_sha256"]
+        if state.get(f"{field}_sha256", found) != found:  # older checkpoints know less
+            raise ConfigError(
+                f"{field}: {what} has changed since the run in {config.output} began. "
+                f"Give another output folder, or the same {field} to resume."
+            )
 
 
 def _defaults(config: TrainConfig) -> dict[str, Any]:
@@ -164,6 +218,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError):
             continue
     return rows
+
+
+def last_evaluation(folder: Path, name: str) -> dict[str, Any]:
+    """Return the last row of metrics.jsonl that has `name`, or an empty one."""
+    rows = [row for row in read_metrics(folder) if name in row]
+    return rows[-1] if rows else {}
 
 
 def _append(folder: Path, row: dict[str, Any]) -> None:

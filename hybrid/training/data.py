@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybrid.errors import ConfigError
 from hybrid.models.tokenizer import Tokenizer
-from hybrid.training.turns import answer_ids, naming, prompt_ids
+from hybrid.prompt_files import naming, numbered_lines, parse, prompt_ids, read_bytes
+from hybrid.training.turns import answer_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,47 +64,6 @@ def data_sha256(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return what the file holds.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"data: {path} cannot be read: {error.strerror}.") from error
-
-
-def numbered_lines(content: bytes, name: str) -> list[tuple[str, str]]:
-    """Return (how errors name the line, line) of all lines that are not blank.
-
-    Raises:
-        ConfigError: not UTF-8.
-    """
-    try:
-        # Not splitlines: a line separator may stand inside a text.
-        lines = content.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data: {name} is not UTF-8 text: {error}.") from error
-    return [(f"{name} line {i}", line) for i, line in enumerate(lines, start=1) if line.strip()]
-
-
-def parse(line: str, where: str) -> dict[str, Any]:
-    """Return the JSON object of a line.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}.") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: expected an object, got {type(row).__name__}.")
-    return row
-
-
 def to_example(
     row: dict[str, Any], where: str, tokenizer: Tokenizer | None, vocab_size: int
 ) -> Example:
@@ -150,3 +110,35 @@ def check(example: Example, where: str, vocab_size: int, max_length: int) -> Non
             raise ConfigError(
                 f"{where}: got {token!r}, expected token ids from 0 to {vocab_size - 1}."
             )
+
+
+def split_examples(
+    examples: Sequence[Example], num_held_out: int
+) -> tuple[list[Example], list[Example]]:
+    """Return (what is trained on, the last `num_held_out`), which have no prompt in common.
+
+    Data may ask the same twice. A training example whose prompt is held out is dropped, for what
+    has been learned by heart measures nothing; copies on one side of the split stay.
+
+    Args:
+        examples: all of the file.
+        num_held_out: at least 1.
+
+    Raises:
+        ConfigError: nothing is left to train on.
+    """
+    split = len(examples) - num_held_out
+    if split < 1:
+        raise ConfigError(
+            f"data: got {len(examples)} examples, expected more than num_eval_sequences "
+            f"({num_held_out})."
+        )
+    held_out = list(examples[split:])
+    prompts = {example.prompt for example in held_out}
+    train = [example for example in examples[:split] if example.prompt not in prompts]
+    if not train:
+        raise ConfigError(
+            f"data: all {split} examples before the held-out ones have prompts of theirs, expected "
+            "others. Give data with more prompts, or hold out fewer (num_eval_sequences)."
+        )
+    return train, held_out

@@ -12,7 +12,8 @@ from typing import Any
 
 from hybrid.errors import ConfigError
 from hybrid.models.tokenizer import Tokenizer
-from hybrid.training.data import Example, check, numbered_lines, parse, read_bytes, to_example
+from hybrid.prompt_files import numbered_lines, parse, read_bytes
+from hybrid.training.data import Example, check, to_example
 
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 COVERAGES = (0.99, 0.998, 0.999)

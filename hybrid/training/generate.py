@@ -1,7 +1,8 @@
 """Let the target answer prompts: the data that its drafter is trained on.
 
 Resumable: answers stand in the order of the prompts, and each depends on its prompt, the settings
-and its place in the file alone. Next: hybrid/training/batches.py.
+and its place in the file alone, up to rounding where a row's bits depend on the rows beside it.
+Next: hybrid/training/batches.py.
 """
 
 from __future__ import annotations
@@ -14,25 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
+from filelock import FileLock, Timeout
 from pydantic import Field
 
 from hybrid.config import Config
 from hybrid.decoder import HybridDecoder
 from hybrid.errors import CapacityError, CheckpointError, ConfigError
 from hybrid.params import SamplingParams
+from hybrid.prompt_files import numbered_lines, parse, prompt_ids, read_bytes
 from hybrid.training.batches import decode_in_order
 from hybrid.training.config import Positive
-from hybrid.training.data import numbered_lines, parse, read_bytes
 from hybrid.training.files import write_json
 from hybrid.training.prompts import Prompt, Prompts, prompt_key
 from hybrid.training.recipe import generator
-from hybrid.training.turns import prompt_ids
 from hybrid.types import SequenceState
 
 Report = Callable[[int, int, int], None]
 Load = Callable[[], HybridDecoder]
 
-# Another value of these gives the same answers, or more of them.
+# A run may go on with another value of these. `limit` gives more answers. `device` and `batch` give
+# the same ones in bfloat16 and int4 on a CPU; in float32 and on a GPU they round differently, so
+# that a near-tie may fall the other way: another answer, and still the target's own.
 _FREE = {"output", "device", "batch", "limit"}
 
 
@@ -42,7 +45,8 @@ class GenerateConfig(Config):
     Attributes:
         output: JSONL to write; `settings_path` stands beside it.
         model: the target, as `HybridDecoder.from_pretrained` takes it.
-        dtype: its precision. The default is what training computes the target's states in.
+        dtype: its precision. The default is what training computes the target's states in, unless
+            it is told to compute in float32.
         device: where to run.
         max_new_tokens: of one answer.
         temperature: 0 is greedy, which is what a drafter for greedy decoding should learn.
@@ -121,10 +125,36 @@ def generate(
             answer and after each.
 
     Raises:
-        ConfigError: a bad prompt, or `output` holds something else.
+        ConfigError: a bad prompt, `output` holds something else, or another run writes it.
         CapacityError: a prompt that does not fit the context, or a batch that does not fit memory.
         CheckpointError: the output cannot be written.
     """
+    with only_run_to(config.output):
+        return _generate(prompts, config, load, report)
+
+
+@contextmanager
+def only_run_to(output: Path) -> Iterator[None]:
+    """Keep other runs from writing a file until the block ends; its folder is created.
+
+    Raises:
+        ConfigError: another run writes it.
+        CheckpointError: the folder cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0).acquire()
+    except Timeout as error:
+        raise ConfigError(
+            f"output: another run writes {output}. Wait for it, or give another output."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{output} cannot be written: {error}. Give another one.") from error
+    with lock:
+        yield
+
+
+def _generate(prompts: Prompts, config: GenerateConfig, load: Load, report: Report) -> Generated:
     started = time.perf_counter()
     asked, todo = prompts.items[: config.limit], remaining(prompts, config)
     num_done = num_resumed = len(asked) - len(todo)
@@ -166,22 +196,27 @@ def remaining(prompts: Prompts, config: GenerateConfig) -> Sequence[Prompt]:
     """Return the prompts that `config.output` does not answer yet; changes nothing.
 
     Raises:
-        ConfigError: the file was made from other prompts or with other settings.
+        ConfigError: the file was made from other prompts, with other settings, or its lines do not
+            stand in the order of the prompts.
     """
     asked, output = prompts.items[: config.limit], config.output
     content = read_bytes(output) if output.exists() else b""
     if not content:
         return asked
     _require_same(_settings(prompts, config), output)
-    lines = numbered_lines(content[: _complete_length(content)], output.name)
-    if not lines:
-        return asked
     index = {prompt.key: i for i, prompt in enumerate(prompts.items)}
-    places = [index.get(prompt_key(parse(line, where))) for where, line in lines]
-    last = places[-1]
-    if last is None or None in places:
-        where = lines[places.index(None)][0]
-        raise ConfigError(f"{where}: answers none of the prompts. Give another output.")
+    last = -1
+    for where, line in numbered_lines(content[: _complete_length(content)], output.name):
+        place = index.get(prompt_key(parse(line, where)))
+        if place is None:
+            raise ConfigError(f"{where}: answers none of the prompts. Give another output.")
+        if place <= last:
+            raise ConfigError(
+                f"{where}: answers {prompts.items[place].where}, expected a prompt behind "
+                f"{prompts.items[last].where}, which the line before it answers. What is missing "
+                "cannot be told: give another output, or remove it to begin again."
+            )
+        last = place
     return asked[last + 1 :]
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hybrid.training import plot
 from hybrid.training.checkpoint import (
     MetricsLog,
     load_checkpoint,
+    model_sha256,
     only_run_in,
     save_checkpoint,
 )
@@ -43,6 +45,8 @@ class _Run:
     parameters: dict[str, nn.Parameter]  # the trained ones
     optimizer: torch.optim.Optimizer
     device: torch.device
+    hashes: dict[str, str]  # of data and model
+    waiting: Any  # a group of patient processes; None where there is one process
     step: int = 0
 
 
@@ -59,8 +63,8 @@ def train(recipe: Recipe, report: Report = lambda row: None) -> Path:
 
     Raises:
         ConfigError: an output folder of another run, a loss that is not a number any more, too few
-            micro-batches for the processes, or a missing package.
-        CheckpointError: the checkpoint cannot be read, or a file not be written.
+            micro-batches or GPUs for the processes, or a missing package.
+        CheckpointError: the checkpoint or the target cannot be read, or a file not be written.
     """
     config, accelerator = recipe.config, this_process()
     with ExitStack() as stack:
@@ -89,6 +93,8 @@ def train(recipe: Recipe, report: Report = lambda row: None) -> Path:
                 except KeyboardInterrupt:  # between two steps, so nothing is half done
                     _save(run)
                     raise
+            if is_due:
+                _from_main_process(run, None)
         return _finish(run)
 
 
@@ -128,6 +134,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * warm * (1 - step / config.steps)
 
 
+def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """Return the precision in which a run computes, for what its recipe computes by itself."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
 def _check(recipe: Recipe, accelerator: Any) -> torch.device:
     """Return the device of the module."""
     config, count = recipe.config, accelerator.num_processes
@@ -137,6 +148,11 @@ def _check(recipe: Recipe, accelerator: Any) -> torch.device:
             f"a multiple of {count}."
         )
     device = next(recipe.module.parameters()).device
+    if count > 1 and ":" in config.device:
+        raise ConfigError(
+            f"device: got {config.device} for {count} processes, expected one device for each. "
+            "Give device=auto, or start one process."
+        )
     if count > 1 and device.type != accelerator.device.type:
         raise ConfigError(
             f"device: got a module on {device} in processes that accelerate put on "
@@ -155,7 +171,8 @@ def _start(recipe: Recipe, accelerator: Any, device: torch.device) -> _Run:
         weight_decay=config.weight_decay,
     )
     step = 0
-    state = load_checkpoint(config, recipe.data_sha256)
+    hashes = {"data_sha256": recipe.data_sha256, "model_sha256": model_sha256(config.model)}
+    state = load_checkpoint(config, hashes)
     if state is not None:
         _restore(recipe, parameters, optimizer, state)
         step = state["step"]
@@ -165,7 +182,12 @@ def _start(recipe: Recipe, accelerator: Any, device: torch.device) -> _Run:
             "folder that all machines share."
         )
     module = accelerator.prepare_model(recipe.module).train()
-    return _Run(recipe, accelerator, module, parameters, optimizer, device, step)
+    waiting = None
+    if accelerator.num_processes > 1:
+        # NCCL gives up after ten minutes and takes the process with it, even one that is writing.
+        # gloo waits, and still notices at once when the other side is gone.
+        waiting = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
+    return _Run(recipe, accelerator, module, parameters, optimizer, device, hashes, waiting, step)
 
 
 def _restore(
@@ -201,7 +223,7 @@ def _train_step(run: _Run) -> dict[str, Any]:
         batch = run.recipe.batch(run.step, index)
         # Processes meet in the last backward pass only.
         with nullcontext() if index == mine[-1] else process.no_sync(run.module):
-            with torch.autocast(run.device.type, torch.bfloat16, config.precision == "bf16"):
+            with autocast(config, run.device):
                 scalars = run.module(batch)
             (scalars["loss"] / len(mine)).backward()
         rows.append({name: value.detach() for name, value in scalars.items()})
@@ -240,18 +262,23 @@ def _save(run: _Run) -> None:
         "model": {name: value.detach() for name, value in run.parameters.items()},
         "optimizer": run.optimizer.state_dict(),
     }
-    save_checkpoint(run.recipe.config, run.recipe.data_sha256, state)
+    save_checkpoint(run.recipe.config, run.hashes, state)
 
 
 def _finish(run: _Run) -> Path:
-    from accelerate.utils import broadcast_object_list
-
-    run.recipe.module.eval()  # a card may evaluate once more
-    exported = [""]
+    run.recipe.module.eval()
+    exported = ""
     if run.accelerator.is_main_process:
         output = run.recipe.config.output
-        exported = [str(run.recipe.export(output))]
+        exported = str(run.recipe.export(output))
         if plot.is_available():
             plot.plot_metrics(output)
-    broadcast_object_list(exported)
-    return Path(exported[0])
+    return Path(_from_main_process(run, exported))
+
+
+def _from_main_process(run: _Run, value: Any) -> Any:
+    """Return the main process's value; the others wait for it, however long it writes."""
+    values = [value]
+    if run.waiting is not None:
+        torch.distributed.broadcast_object_list(values, src=0, group=run.waiting)
+    return values[0]

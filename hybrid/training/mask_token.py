@@ -75,7 +75,7 @@ def _candidates(model: Vocabulary) -> list[int]:
     )
     if tokenizer.mask_token_id is not None:
         found.append(tokenizer.mask_token_id)
-    found.append(len(tokenizer))
+    found.append(max(tokenizer.get_vocab().values(), default=-1) + 1)  # ids may have gaps
     added = tokenizer.added_tokens_decoder.items()
     special = {token for token, content in added if content.special}
     busy = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}

@@ -7,10 +7,10 @@ autoregressive architecture that was trained so. Next: hybrid/training/d3llm/rec
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -20,9 +20,11 @@ from hybrid import __version__
 from hybrid.errors import ConfigError
 from hybrid.models.checkpoint import read_json
 from hybrid.models.loading import choose_device
+from hybrid.models.store import public_name
 from hybrid.training import masks
+from hybrid.training.checkpoint import last_evaluation
 from hybrid.training.config import Positive, Rate, TrainConfig
-from hybrid.training.data import Example, data_sha256, read_examples
+from hybrid.training.data import Example, data_sha256, read_examples, split_examples
 from hybrid.training.trainable import LoraOptions, Trainable, load_trainable
 from hybrid.training.trajectory import Canvas, Denoiser
 
@@ -93,12 +95,7 @@ def prepare(config: MaskedDiffusionConfig, *, keep_teacher: bool = False) -> Set
         max_length=min(config.max_length, trainable.max_length),
         tokenizer=trainable.tokenizer,
     )
-    split = len(examples) - config.num_eval_sequences
-    if split < 1:
-        raise ConfigError(
-            f"data: got {len(examples)} examples, expected more than num_eval_sequences "
-            f"({config.num_eval_sequences})."
-        )
+    train, held_out = split_examples(examples, config.num_eval_sequences)
     mask_token_id = _mask_token_id(config, trainable)
     for number, example in enumerate(examples, start=1):
         if mask_token_id in example.response:
@@ -106,12 +103,7 @@ def prepare(config: MaskedDiffusionConfig, *, keep_teacher: bool = False) -> Set
                 f"data: example {number} answers with the mask token {mask_token_id}, expected "
                 "responses without masks."
             )
-    return Setting(trainable, sha256, mask_token_id, examples[:split], examples[split:])
-
-
-def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """Return the precision in which a run computes, for what the loop does not run itself."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+    return Setting(trainable, sha256, mask_token_id, train, held_out)
 
 
 def _mask_token_id(config: MaskedDiffusionConfig, trainable: Trainable) -> int:
@@ -149,6 +141,7 @@ def block_causal(forward: Forward, canvas: Canvas) -> Denoiser:
     return denoise
 
 
+_MEASURED = ("held_out_loss", "tokens_per_forward", "agreement")
 _CARD = """---
 base_model: {base}
 tags: [hybrid-decoder, masked-diffusion, {recipe}]
@@ -188,9 +181,8 @@ def export(
     *,
     recipe: str,
     what: str,
-    results: Mapping[str, Any],
 ) -> Path:
-    """Write `model`, or `adapter`, with its card; return its folder.
+    """Write `model`, or `adapter`, with a card from the run's last evaluation; return its folder.
 
     Args:
         config: of the run.
@@ -198,7 +190,6 @@ def export(
         folder: where to.
         recipe: its name.
         what: what the model is and how to decode with it, for the card.
-        results: of an evaluation.
 
     Raises:
         CheckpointError: it cannot be written; what was there before is intact.
@@ -209,15 +200,16 @@ def export(
         "block_size": config.block_size,
     }
     values = config.model_dump(mode="json", exclude_defaults=True)
-    for name in values.keys() & {"data", "output", "model", "teacher"}:
-        values[name] = Path(values[name]).name
+    values |= {name: Path(values[name]).name for name in ("data", "output")}
+    values |= {name: public_name(values[name]) for name in values.keys() & {"model", "teacher"}}
+    last = last_evaluation(config.output, _MEASURED[0])
     card = _CARD.format(
-        base=Path(config.model).name,
+        base=public_name(config.model),
         recipe=recipe,
         what=what,
         **info,
         num_eval=config.num_eval_sequences,
-        results="\n".join(f"| {name} | {value} |" for name, value in results.items()),
+        results="\n".join(f"| {n} | {last.get(n, 'not measured')} |" for n in _MEASURED),
         version=__version__,
         sha256=setting.data_sha256,
         config=json.dumps(values, indent=2),

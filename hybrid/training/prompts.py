@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid.errors import ConfigError
-from hybrid.training.data import numbered_lines, parse
-from hybrid.training.turns import prompt_field
+from hybrid.prompt_files import prompt_field, prompt_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +49,13 @@ def prompt_key(row: Mapping[str, Any]) -> str:
 
 
 def read_prompts(content: bytes, name: str) -> Prompts:
-    """Read prompts: JSON lines with `messages`, `prompt` or `p`, or one text per line.
-
-    Args:
-        content: of the file.
-        name: of the file. ".json" and ".jsonl" hold objects, ".txt" texts; elsewhere the first
-            line tells.
+    """Read prompts, see `hybrid.prompt_files.prompt_rows`.
 
     Raises:
         ConfigError: not UTF-8, no prompts, or a bad line, named by its number.
     """
-    lines = numbered_lines(content, name)
-    if not lines:
-        raise ConfigError(f"prompts: {name} is empty, expected one prompt per line.")
-    is_json = name.endswith((".json", ".jsonl")) or (
-        not name.endswith(".txt") and lines[0][1].lstrip().startswith("{")
-    )
     items: dict[str, Prompt] = {}
-    for where, line in lines:
-        row = parse(line, where) if is_json else {"prompt": line.strip()}
-        if prompt_field(row) is None:
-            raise ConfigError(
-                f"{where}: got no prompt, expected text 'prompt', chat 'messages' or ids 'p'."
-            )
+    for where, row in prompt_rows(content, name):
         prompt = Prompt(row, where)
         items.setdefault(prompt.key, prompt)
     return Prompts(tuple(items.values()), hashlib.sha256(content).hexdigest())

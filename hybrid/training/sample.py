@@ -18,7 +18,7 @@ from hybrid.models.tokenizer import Tokenizer
 from hybrid.params import SamplingParams
 from hybrid.training.batches import decode_in_order
 from hybrid.training.config import Positive
-from hybrid.training.generate import Load, Report
+from hybrid.training.generate import Load, Report, only_run_to
 from hybrid.training.recipe import generator
 from hybrid.training.turns import UserTurn, user_turn
 from hybrid.types import SequenceState
@@ -72,11 +72,16 @@ def sample_prompts(config: SampleConfig, load: Load, report: Report = lambda *_:
             and after each.
 
     Raises:
-        ConfigError: the output exists, the model has no chat template, a turn does not fit the
-            context, or none was usable.
+        ConfigError: the output exists or another run writes it, the model has no chat template, a
+            turn does not fit the context, or none was usable.
         CapacityError: the batch does not fit the memory.
         CheckpointError: the output cannot be written.
     """
+    with only_run_to(config.output):
+        return _sample(config, load, report)
+
+
+def _sample(config: SampleConfig, load: Load, report: Report) -> Sampled:
     if config.output.exists() and config.output.stat().st_size > 0:
         raise ConfigError(f"output: {config.output} exists. Give another one, or remove it.")
     decoder = load()
@@ -88,7 +93,6 @@ def sample_prompts(config: SampleConfig, load: Load, report: Report = lambda *_:
     kept: set[str] = set()
     num_tried = num_tokens = 0
     try:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
         with config.output.open("w", encoding="utf-8") as file:
             report(0, config.num_prompts, 0)
             for start, state in zip(cycle(config.starts), turns, strict=False):

@@ -1,20 +1,16 @@
-"""Where a model's chat template puts the user's turn, and how prompts and answers end in ids.
+"""Where a model's chat template puts the user's turn, and how an answer ends in ids.
 
 Next: hybrid/training/data.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from os.path import commonprefix
-from typing import Any
 
 from hybrid.errors import ConfigError
 from hybrid.models.tokenizer import Tokenizer
-from hybrid.prompts import to_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,51 +42,6 @@ def user_turn(tokenizer: Tokenizer) -> UserTurn:
             "told from answers. Give prompts of your own."
         )
     return turn
-
-
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Put `where` in front of errors that do not begin with it."""
-    try:
-        yield
-    except ConfigError as error:
-        message = str(error)
-        raise ConfigError(message if message.startswith(where) else f"{where}: {message}") from None
-
-
-def prompt_field(row: Mapping[str, Any], *, has_tokenizer: bool = True) -> str | None:
-    """Return the field that holds a row's prompt; None when there is none.
-
-    Chat messages and text go before ids, which belong to one tokenizer.
-    """
-    names = ("messages", "prompt", "p") if has_tokenizer else ("p", "messages", "prompt")
-    return next((name for name in names if row.get(name)), None)
-
-
-def prompt_ids(
-    row: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, where: str
-) -> list[int]:
-    """Return the ids of a prompt: chat `messages`, else text `prompt`, else ids `p`.
-
-    Text becomes a chat message where the model chats.
-
-    Args:
-        row: a line of a file.
-        tokenizer: None when the model has none; only ids are usable then.
-        vocab_size: ids must be below it.
-        where: how errors name the row.
-
-    Raises:
-        ConfigError: empty or malformed, or text without a tokenizer.
-    """
-    field = prompt_field(row, has_tokenizer=tokenizer is not None)
-    prompt = None if field is None else row[field]
-    if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
-        raise ConfigError(f"{where}: got no prompt, expected 'prompt', 'messages' or 'p'.")
-    if isinstance(prompt, str) and tokenizer is not None and tokenizer.has_chat_template:
-        prompt = [{"role": "user", "content": prompt}]
-    with naming(where):
-        return to_token_ids(prompt, tokenizer, vocab_size, where)
 
 
 def answer_ids(text: str, tokenizer: Tokenizer, *, is_complete: bool) -> list[int]:

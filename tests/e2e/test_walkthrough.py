@@ -110,4 +110,4 @@ def test_the_settings_that_the_page_shows_exist() -> None:
     shown = [yaml.safe_load(b.group(3)) for b in blocks if b.group(1) == "yaml"]
     assert shown
     for values in shown:
-        assert SelfDiffusionConfig(**values).entry_layer > 0
+        assert SelfDiffusionConfig(**values).num_draft_tokens > 1

@@ -23,13 +23,8 @@ from hybrid.training import masks
 from hybrid.training.config import TrainConfig
 from hybrid.training.d2f.config import D2FConfig
 from hybrid.training.data import Example
-from hybrid.training.masked_diffusion import (
-    Setting,
-    autocast,
-    block_causal,
-    export,
-    prepare,
-)
+from hybrid.training.loop import autocast
+from hybrid.training.masked_diffusion import Setting, block_causal, export, prepare
 from hybrid.training.recipe import Scalars, generator
 from hybrid.training.trainable import Trainable
 from hybrid.training.trajectory import (
@@ -130,12 +125,13 @@ class D2FRecipe:
         block-causal mask; the responses of the data are what it should agree with.
         """
         losses = []
-        for index, example in enumerate(self._setting.held_out):
-            draw = generator(self.config.seed, self.config.steps, index)
-            batch = noisy_batch(example, self.config, self._setting.mask_token_id, draw)
-            losses.append(float(self.module(batch)["loss"]))
         some = self._setting.held_out[: self.config.num_decoded]
-        decoded = [self._decode(example) for example in some]
+        with autocast(self.config, self._setting.trainable.device):
+            for index, example in enumerate(self._setting.held_out):
+                draw = generator(self.config.seed, self.config.steps, index)
+                batch = noisy_batch(example, self.config, self._setting.mask_token_id, draw)
+                losses.append(float(self.module(batch)["loss"]))
+            decoded = [self._decode(example) for example in some]
         expected = [example.response for example in some]
         eos_token_ids = self._setting.trainable.eos_token_ids
         return {
@@ -152,9 +148,8 @@ class D2FRecipe:
             config.logit_shift,
         )
         rule = confidence_above(config.confidence_threshold)
-        with autocast(config, trainable.device):
-            denoise = block_causal(trainable, canvas)
-            return decode(denoise, [example.prompt], canvas, rule, trainable.device)[0]
+        denoise = block_causal(trainable, canvas)
+        return decode(denoise, [example.prompt], canvas, rule, trainable.device)[0]
 
     def export(self, folder: Path) -> Path:
         """Write a checkpoint or a PEFT adapter with its card; see `Recipe.export`."""
@@ -163,14 +158,7 @@ class D2FRecipe:
             "(D2F, arXiv:2508.09192). Decode in blocks that see the prompt, the blocks before them "
             "and themselves, so that finished blocks can be cached."
         )
-        return export(
-            self.config,
-            self._setting,
-            folder,
-            recipe="d2f",
-            what=what,
-            results=self.evaluate(),
-        )
+        return export(self.config, self._setting, folder, recipe="d2f", what=what)
 
 
 def build(config: TrainConfig) -> D2FRecipe:

@@ -32,13 +32,8 @@ from hybrid.training.d3llm.batches import (
 from hybrid.training.d3llm.config import D3LLMConfig
 from hybrid.training.d3llm.teacher import canvas_of, teacher_trajectories
 from hybrid.training.data import Example
-from hybrid.training.masked_diffusion import (
-    Setting,
-    autocast,
-    export,
-    full_attention,
-    prepare,
-)
+from hybrid.training.loop import autocast
+from hybrid.training.masked_diffusion import Setting, export, full_attention, prepare
 from hybrid.training.recipe import Scalars, generator
 from hybrid.training.trainable import Trainable
 from hybrid.training.trajectory import Trajectory, decode, decoding_metrics, entropy_at_most
@@ -130,23 +125,23 @@ class D3LLMRecipe:
         The blocks and their masks are the same in every evaluation.
         """
         total = count = 0.0
-        for index, (example, trajectory) in enumerate(self._held_out):
-            draw = generator(self.config.seed, self.config.steps, index)
-            batch = self._student(example, trajectory, self.config.block_size, 0.0, draw)
-            logits, targets, masked = self.module.block_logits(batch)
-            losses = F.cross_entropy(logits[0], targets[0], reduction="none")
-            total += float(losses[masked[0]].sum())
-            count += float(masked[0].sum())
-        return {"held_out_loss": round(total / count, 5), **self._decoding()}
+        with autocast(self.config, self._setting.trainable.device):
+            for index, (example, trajectory) in enumerate(self._held_out):
+                draw = generator(self.config.seed, self.config.steps, index)
+                batch = self._student(example, trajectory, self.config.block_size, 0.0, draw)
+                logits, targets, masked = self.module.block_logits(batch)
+                losses = F.cross_entropy(logits[0], targets[0], reduction="none")
+                total += float(losses[masked[0]].sum())
+                count += float(masked[0].sum())
+            return {"held_out_loss": round(total / count, 5), **self._decoding()}
 
     def _decoding(self) -> dict[str, Any]:
         trainable, canvas = self._setting.trainable, canvas_of(self.config, self._setting)
         some = self._held_out[: self.config.num_decoded]
         prompts = [example.prompt for example, _ in some]
         rule = entropy_at_most(self.config.entropy_threshold)
-        with autocast(self.config, trainable.device):
-            denoise = full_attention(trainable, canvas)
-            decoded = decode(denoise, prompts, canvas, rule, trainable.device)
+        denoise = full_attention(trainable, canvas)
+        decoded = decode(denoise, prompts, canvas, rule, trainable.device)
         expected = [trajectory.tokens for _, trajectory in some]
         return decoding_metrics(decoded, expected, trainable.eos_token_ids)
 
@@ -157,14 +152,7 @@ class D3LLMRecipe:
             "its teacher's own decoding order (d3LLM, arXiv:2601.07568). Decode with full "
             f"attention, committing tokens of an entropy up to {self.config.entropy_threshold}."
         )
-        return export(
-            self.config,
-            self._setting,
-            folder,
-            recipe="d3llm",
-            what=what,
-            results=self.evaluate(),
-        )
+        return export(self.config, self._setting, folder, recipe="d3llm", what=what)
 
 
 def build(config: TrainConfig) -> D3LLMRecipe:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from hybrid.errors import ConfigError
 from hybrid.models.loading import choose_device
+from hybrid.training.checkpoint import model_sha256
 from hybrid.training.d3llm.config import D3LLMConfig
-from hybrid.training.masked_diffusion import Setting, autocast, full_attention
+from hybrid.training.loop import autocast
+from hybrid.training.masked_diffusion import Setting, full_attention
 from hybrid.training.trainable import Trainable, load_trainable
 from hybrid.training.trajectory import (
     Canvas,
@@ -56,7 +58,7 @@ def teacher_trajectories(config: D3LLMConfig, setting: Setting) -> list[Trajecto
             return decode(full_attention(model, canvas), prompts, canvas, rule, model.device)
 
     depends_on = [
-        config.teacher or config.model,
+        model_sha256(config.teacher or config.model),
         *(canvas.response_length, canvas.block_size, canvas.mask_token_id, canvas.logit_shift),
         config.num_trajectory_steps,
         config.precision,
@@ -82,10 +84,10 @@ def _check_room(
     config: D3LLMConfig, trainable: Trainable, prompts: Sequence[Sequence[int]]
 ) -> None:
     limit = min(config.max_length, trainable.max_length)
-    for number, prompt in enumerate(prompts, start=1):
-        if len(prompt) + config.response_length > limit:
-            raise ConfigError(
-                f"response_length: example {number} has a prompt of {len(prompt)} tokens; with "
-                f"{config.response_length} more it exceeds {limit} (max_length, or the model's "
-                "context)."
-            )
+    longest = max(map(len, prompts))
+    if longest + config.response_length > limit:
+        raise ConfigError(
+            f"response_length: the longest prompt has {longest} tokens; with "
+            f"{config.response_length} more it exceeds {limit} (max_length, or the model's "
+            "context)."
+        )

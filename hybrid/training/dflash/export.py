@@ -11,8 +11,8 @@ from safetensors.torch import save
 from hybrid import __version__
 from hybrid.models.dflash import DFlashModel
 from hybrid.models.dflash_files import dflash_config
-from hybrid.models.store import DEFAULT_NAME
-from hybrid.training.checkpoint import read_metrics
+from hybrid.models.store import public_name
+from hybrid.training.checkpoint import last_evaluation
 from hybrid.training.dflash.config import DFlashConfig
 from hybrid.training.files import replacing, write_json
 
@@ -84,14 +84,14 @@ def export_dflash(folder: Path, config: DFlashConfig, model: DFlashModel, sha256
 
 def _card(config: DFlashConfig, model: DFlashModel, sha256: str) -> str:
     values = config.model_dump(mode="json", exclude_defaults=True, exclude={"output"})
-    for name in values.keys() & {"data", "model"}:
-        values[name] = Path(values[name]).name
-    rows = [row for row in read_metrics(config.output) if "acceptance_by_position" in row]
-    last = rows[-1] if rows else {}
+    values["data"] = config.data.name
+    if "model" in values:
+        values["model"] = public_name(config.model)
+    last = last_evaluation(config.output, "acceptance_by_position")
     shares = last.get("acceptance_by_position", [])
     spec = model.spec
     return _TEMPLATE.format(
-        base="SmolLM2-135M-Instruct" if config.model == DEFAULT_NAME else Path(config.model).name,
+        base=public_name(config.model),
         num_layers=spec.num_layers,
         count=spec.block_size - 1,
         ids=", ".join(map(str, spec.target_layer_ids)),

@@ -17,10 +17,11 @@ from hybrid.models.dflash import DFlashModel, DFlashSpec, spread_layers
 from hybrid.models.loading import LoadedModel, load_model
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training.config import TrainConfig
-from hybrid.training.data import Example, data_sha256, read_examples
+from hybrid.training.data import Example, data_sha256, read_examples, split_examples
 from hybrid.training.dflash.config import DFlashConfig
 from hybrid.training.dflash.export import export_dflash
 from hybrid.training.dflash.module import Blocks, DFlashTraining, start_from_target
+from hybrid.training.loop import autocast
 from hybrid.training.mask_token import Vocabulary, choose_mask_token
 from hybrid.training.recipe import generator
 from hybrid.types import Write
@@ -35,13 +36,13 @@ class DFlashRecipe:
         self,
         config: DFlashConfig,
         module: DFlashTraining,
-        examples: list[Example],
+        train: list[Example],
+        held_out: list[Example],
         sha256: str,
     ) -> None:
-        """Keep the parts; the last examples are held out."""
+        """Keep the parts."""
         self.config, self.module, self.data_sha256 = config, module, sha256
-        split = len(examples) - config.num_eval_sequences
-        self.train, self.held_out = examples[:split], examples[split:]
+        self.train, self.held_out = train, held_out
 
     def batch(self, step: int, index: int) -> Blocks:
         """Draw a sequence and its anchors, and run the target over it."""
@@ -64,7 +65,8 @@ class DFlashRecipe:
         hits, leading, totals = torch.zeros(3, spec.block_size - 1)
         for example in self.held_out:
             blocks = self._blocks(example, _possible_anchors(example)[::_ANCHOR_STRIDE])
-            right, exists = right_drafts(self.module, blocks)
+            with autocast(self.config, blocks.tokens.device):
+                right, exists = right_drafts(self.module, blocks)
             hits += right.sum(dim=0).cpu()
             leading += right.long().cumprod(dim=1).sum(dim=0).cpu()
             totals += exists.sum(dim=0).cpu()
@@ -133,11 +135,7 @@ def build(config: TrainConfig) -> DFlashRecipe:
         max_length=min(config.max_length, backbone.max_seq_len),
         tokenizer=loaded.tokenizer,
     )
-    if len(examples) <= config.num_eval_sequences:
-        raise ConfigError(
-            f"data: got {len(examples)} examples, expected more than num_eval_sequences "
-            f"({config.num_eval_sequences})."
-        )
+    train, held_out = split_examples(examples, config.num_eval_sequences)
     spec = draft_spec(config, backbone, _mask_token(config, loaded, examples))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -146,7 +144,7 @@ def build(config: TrainConfig) -> DFlashRecipe:
         start_from_target(model, backbone)
     model = model.to(backbone.device)
     module = DFlashTraining(model, backbone, config.decay, config.distillation)
-    return DFlashRecipe(config, module, examples, sha256)
+    return DFlashRecipe(config, module, train, held_out, sha256)
 
 
 def draft_spec(config: DFlashConfig, backbone: NativeBackbone, mask_token_id: int) -> DFlashSpec:

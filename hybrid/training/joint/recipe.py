@@ -15,12 +15,14 @@ from torch import Tensor
 
 from hybrid.errors import ConfigError
 from hybrid.models.loading import choose_device
+from hybrid.training.checkpoint import last_evaluation
 from hybrid.training.config import TrainConfig
-from hybrid.training.data import Example, data_sha256, read_examples
+from hybrid.training.data import Example, data_sha256, read_examples, split_examples
 from hybrid.training.joint.acceptance import accepted_slots
 from hybrid.training.joint.card import card
 from hybrid.training.joint.config import JointConfig
 from hybrid.training.joint.module import JointBatch, JointModule
+from hybrid.training.loop import autocast
 from hybrid.training.mask_token import Vocabulary, choose_mask_token
 from hybrid.training.masks import block_ids
 from hybrid.training.recipe import generator
@@ -36,19 +38,19 @@ class JointRecipe:
         self,
         config: JointConfig,
         trainable: Trainable,
-        examples: list[Example],
+        train: list[Example],
+        held_out: list[Example],
         data_sha256: str,
     ) -> None:
-        """Split the examples; the last ones are held out."""
-        used = {token for example in examples for token in example.tokens}
+        """Keep the parts, and choose the mask token."""
+        used = {token for example in (*train, *held_out) for token in example.tokens}
         ids = Vocabulary(
             trainable.path, trainable.tokenizer, trainable.vocab_size, trainable.eos_token_ids
         )
         mask_token_id = choose_mask_token(ids, config.mask_token_id, used)
         self.config, self.data_sha256 = config, data_sha256
         self.module = JointModule(trainable, mask_token_id, config.alpha)
-        split = len(examples) - config.num_eval_sequences
-        self._train, self._held_out = examples[:split], examples[split:]
+        self._train, self._held_out = train, held_out
 
     def batch(self, step: int, index: int) -> JointBatch:
         """Return one random sequence under random noise."""
@@ -73,9 +75,10 @@ class JointRecipe:
         accepted = []
         for number, example in enumerate(self._held_out):
             noise = torch.Generator().manual_seed(number)  # the same at every evaluation
-            losses = self.module(self._noised(example, 1.0, noise))
+            with autocast(self.config, self.module.trainable.device):
+                losses = self.module(self._noised(example, 1.0, noise))
+                accepted.append(self._accepted(example))
             sums = {name: value + losses[name].item() for name, value in sums.items()}
-            accepted.append(self._accepted(example))
         total = sum(map(self._num_learned, self._held_out))
         slots = torch.cat(accepted).double()
         num_anchors = max(len(slots), 1)
@@ -97,12 +100,13 @@ class JointRecipe:
         }
         is_adapter = trainable.is_lora and not config.merge
         target = folder / ("adapter" if is_adapter else "model")
+        results = last_evaluation(config.output, "expected_acceptance_length")
         trainable.save(
             target,
             info,
             dtype=getattr(torch, config.export_dtype),
             merge=config.merge,
-            card=card(config, info, self.data_sha256, self.evaluate()),
+            card=card(config, info, self.data_sha256, results),
         )
         return target
 
@@ -179,9 +183,5 @@ def build(config: TrainConfig) -> JointRecipe:
         max_length=min(config.max_length, trainable.max_length),
         tokenizer=trainable.tokenizer,
     )
-    if len(examples) <= config.num_eval_sequences:
-        raise ConfigError(
-            f"data: got {len(examples)} examples, expected more than num_eval_sequences "
-            f"({config.num_eval_sequences})."
-        )
-    return JointRecipe(config, trainable, examples, sha256)
+    train, held_out = split_examples(examples, config.num_eval_sequences)
+    return JointRecipe(config, trainable, train, held_out, sha256)

@@ -1,6 +1,7 @@
 """The model card of an adapter folder: what it is, how it was made, how well it drafts.
 
-Everything in it comes from the run's own files, so a card can be written again at any time.
+All but code and versions, which are those of the process that writes it, comes from the run's own
+files, so a card can be written again at any time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from hybrid import __version__
 from hybrid.errors import CheckpointError
 from hybrid.models.store import DEFAULT_NAME, public_name
-from hybrid.training.checkpoint import read_metrics
+from hybrid.revision import Revision, git_revision
+from hybrid.training.checkpoint import last_evaluation
 from hybrid.training.data import data_sha256
 from hybrid.training.files import replacing
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
@@ -48,15 +50,17 @@ The low-rank weights are a PEFT adapter (`adapter_model.safetensors`). {peft}
 | seed | {seed} |
 | steps | {steps} |
 | hours | {hours:.2f} |
+| code | {code} |
 | versions | {versions} |
 
     {command}
 
 ## Acceptance
 
-On the held-out examples, greedy: share of drafted tokens that equal the base model's own if those
-before them do, by position behind the anchor. Expected acceptance length (leading right tokens of a
-draft, plus the one that the base model adds): **{length:.2f}**.
+On the held-out examples, whose prompts are not trained on, greedy: share of drafted tokens that
+equal the base model's own if those before them do, by position behind the anchor. Expected
+acceptance length (leading right tokens of a draft, plus the one that the base model adds):
+**{length:.2f}**.
 
 | {header} |
 |{rule}|
@@ -78,11 +82,12 @@ _NOT_PLAIN = """On their own they do
 not draft: the rest of the draft pass is in `draft_model.safetensors`."""
 
 
-def write_card(run: Path) -> Path:
+def write_card(run: Path, config: SelfDiffusionConfig | None = None) -> Path:
     """Write README.md into the adapter folder of a finished run.
 
     Args:
         run: output folder of the training.
+        config: of the run; None is what its last checkpoint was made with.
 
     Returns:
         The card.
@@ -91,15 +96,15 @@ def write_card(run: Path) -> Path:
         CheckpointError: the run has no configuration or no evaluation yet.
         ConfigError: its data cannot be read.
     """
-    try:
-        config = SelfDiffusionConfig(**json.loads((run / "config.json").read_text("utf-8")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{run} holds no training run: {error}.") from error
-    rows = [row for row in read_metrics(run) if "accuracy_by_position" in row]
-    if not rows:
+    if config is None:
+        try:
+            config = SelfDiffusionConfig(**json.loads((run / "config.json").read_text("utf-8")))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{run} holds no training run: {error}.") from error
+    last = last_evaluation(run, "accuracy_by_position")
+    if not last:
         raise CheckpointError(f"{run} has no evaluation yet, expected one in metrics.jsonl.")
-    last, accuracy = rows[-1], rows[-1]["accuracy_by_position"]
-    sha256, card = data_sha256(config.data), run / "adapter" / "README.md"
+    accuracy, card = last["accuracy_by_position"], run / "adapter" / "README.md"
     text = _TEMPLATE.format(
         base=public_name(config.model),
         license="license: apache-2.0\n" if config.model == DEFAULT_NAME else "",
@@ -112,10 +117,11 @@ def write_card(run: Path) -> Path:
         data=config.data.name,
         num_examples=sum(bool(line.strip()) for line in config.data.read_bytes().split(b"\n")),
         num_eval=config.num_eval_sequences,
-        sha256=sha256,
+        sha256=data_sha256(config.data),
         seed=config.seed,
         steps=last["step"],
         hours=last["seconds"] / 3600,
+        code=code_row(git_revision()),
         versions=_versions(),
         command=command_line(config),
         length=last["expected_acceptance_length"],
@@ -146,10 +152,19 @@ def _shown(text: str) -> str:
     return path.name if path.is_absolute() or path.exists() else text
 
 
+def code_row(revision: Revision) -> str:
+    """Return what names the code: the version, and in a checkout the commit."""
+    parts = [f"hybrid-decoder {__version__}"]
+    if revision.sha is not None:
+        parts.append(f"commit {revision.sha}")
+    if revision.is_dirty:
+        parts.append("modified")
+    return ", ".join(parts)
+
+
 def _versions() -> str:
     found = ", ".join(f"{name} {version(name)}" for name in ("transformers", "safetensors"))
     return (
-        f"hybrid-decoder {__version__}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, {found}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, {found}, "
         f"{torch.get_num_threads()} thread(s)"
     )

@@ -42,7 +42,12 @@ class SelfDiffusionConfig(TrainConfig):
         sampler_size: inner width of the head that makes a slot's choice know the tokens chosen
             before it (arXiv:2507.11851); 0 is none.
         draft_vocab_size: the draft chooses among so many tokens, the most frequent in the
-            responses; None is every token that occurs there.
+            responses. None is every token that occurs there, filled up to a multiple of 16; a
+            plain adapter drafts from all tokens.
+        preferred_draft_tokens: K of decoding when nobody asks for another; None is
+            num_draft_tokens. A preference of the adapter, which may change when a run goes on.
+        confidence_floor: on a CPU a greedy draft ends where the product of its confidences falls
+            below this. A preference, too; 0 drafts to the end.
         anchors_per_sequence: draft passes trained per sequence and step; they share one clean
             context.
         decay: the loss of slot j weighs exp(-(j - 1) / decay).
@@ -66,6 +71,8 @@ class SelfDiffusionConfig(TrainConfig):
     num_passes: Positive = 1
     sampler_size: _Count = 768
     draft_vocab_size: Positive | None = None
+    preferred_draft_tokens: Positive | None = None
+    confidence_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     anchors_per_sequence: Positive = 32
     decay: Rate = 4.0
     distillation: _Share = 0.0

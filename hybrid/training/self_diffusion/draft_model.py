@@ -20,7 +20,7 @@ from hybrid.models.draft_config import (
     lora_prefix,
     projection_shapes,
 )
-from hybrid.models.draft_head import unit_norm
+from hybrid.models.draft_head import SamplerHead
 from hybrid.models.draft_input import MASKED, LateInput, TokenInput
 from hybrid.models.linear import DenseLinear, Linear
 from hybrid.models.transformer import Layer, NativeBackbone
@@ -74,13 +74,8 @@ class DraftLayer(nn.Module):
             self.post_norm = nn.Parameter(layer.post_norm.float().clone())
 
 
-class SamplerHead(nn.Module):
-    """Tells a slot which two tokens stand before it; starts as nothing at all.
-
-    s = h + W_down SwiGLU(W_gate_up [norm(h); norm(e_1); norm(e_2)]), with h the slot's state after
-    the last layer and e_1, e_2 the embeddings of the tokens one and two places back
-    (after the sampler head of arXiv:2507.11851).
-    """
+class SamplerParameters(nn.Module):
+    """The weights of a `SamplerHead`, which is the formula; it starts as nothing at all."""
 
     def __init__(self, width: int, size: int) -> None:
         """Create [2 I, 3 C] and [C, I]."""
@@ -91,9 +86,8 @@ class SamplerHead(nn.Module):
 
     def forward(self, h: Tensor, before: Tensor) -> Tensor:
         """Return [N, C] for states [N, C] and embeddings [N, 2, C], the nearer token first."""
-        joined = torch.cat([unit_norm(h), unit_norm(before).flatten(1)], dim=-1)
-        gate, up = F.linear(joined, self.gate_up.to(h.dtype)).chunk(2, dim=-1)
-        return h + F.linear(F.silu(gate) * up, self.down.to(h.dtype))
+        gate_up, down = (DenseLinear(p.to(h.dtype)) for p in (self.gate_up, self.down))
+        return SamplerHead(gate_up, down)(h, before)
 
 
 class DraftModel(nn.Module):
@@ -122,7 +116,8 @@ class DraftModel(nn.Module):
             self.mask = nn.Parameter(torch.randn(width) * backbone.embedding.float().std())
             self.project = nn.Parameter(torch.zeros(width, 2 * width))
             self.features = nn.Parameter(torch.zeros(width, len(config.feature_layers) * width))
-        self.sampler = SamplerHead(width, config.sampler_size) if config.sampler_size else None
+        size = config.sampler_size
+        self.sampler = SamplerParameters(width, size) if size else None
 
     def forward(
         self,

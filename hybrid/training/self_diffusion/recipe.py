@@ -1,30 +1,30 @@
 """The self-diffusion recipe: anchors of one sequence share one clean pass of the frozen target.
 
-Next: hybrid/training/self_diffusion/draft_model.py.
+Next: hybrid/training/self_diffusion/loss.py, draft_model.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import count as count_from_zero
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid.errors import ConfigError
 from hybrid.models.draft_config import DraftConfig, base_shape
 from hybrid.models.draft_input import MASKED, noise, reveal
+from hybrid.models.linear import PACKED_ROWS
 from hybrid.models.loading import LoadedModel, load_model
 from hybrid.models.store import public_name
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training.config import TrainConfig
-from hybrid.training.data import Example, data_sha256, read_examples
+from hybrid.training.data import Example, data_sha256, read_examples, split_examples
 from hybrid.training.mask_token import Vocabulary, choose_mask_token
 from hybrid.training.recipe import generator
 from hybrid.training.self_diffusion.card import write_card
@@ -32,83 +32,9 @@ from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 from hybrid.training.self_diffusion.context import TargetContext, target_context
 from hybrid.training.self_diffusion.draft_model import DraftModel
 from hybrid.training.self_diffusion.export import save_adapter
+from hybrid.training.self_diffusion.loss import DraftBatch, DraftLoss, slot_targets
 
 _ANCHORS_AT_ONCE = 64  # of an evaluation
-
-
-@dataclass(frozen=True, slots=True)
-class DraftBatch:
-    """Draft passes behind anchors of one sequence.
-
-    Attributes:
-        context: the sequence.
-        anchors: [N] positions in it, ascending.
-        num_draft_tokens: K', tokens drafted behind each.
-        shown: [N, T - 1] what stands in the rows behind the anchor's, ids or `MASKED`; None masks
-            all of them.
-    """
-
-    context: TargetContext
-    anchors: Tensor
-    num_draft_tokens: int
-    shown: Tensor | None = None
-
-
-class DraftLoss(nn.Module):
-    """The loss of a draft model's slots, over the tokens that the draft chooses among."""
-
-    def __init__(
-        self, model: DraftModel, vocabulary: Tensor, *, decay: float, distillation: float = 0.0
-    ) -> None:
-        """Keep the parts.
-
-        Args:
-            model: its parameters are trained.
-            vocabulary: [V'] ids, ascending.
-            decay: slot j weighs exp(-(j - 1) / decay).
-            distillation: share of the cross-entropy with the target's distribution.
-        """
-        super().__init__()
-        self.model, self.vocabulary = model, vocabulary
-        self.head = model.head[vocabulary]  # [V', C]
-        self.decay, self.distillation = decay, distillation
-
-    def forward(self, batch: DraftBatch) -> dict[str, Tensor]:
-        """Return the mean "loss" of the slots.
-
-        Slots beyond the end of the sequence count nothing, nor does the cross-entropy with a token
-        that the draft cannot choose, nor a slot that is not drafted: one whose token is shown, or
-        that the base weights fill.
-        """
-        count, shown = batch.num_draft_tokens, batch.shown
-        logits = self.model(batch.context, batch.anchors, self.head, count, shown)
-        logits = logits.float()  # [N, K', V']
-        targets, exists = slot_targets(batch.context, batch.anchors, count)
-        slots = torch.arange(count, device=logits.device)
-        if shown is not None:
-            is_uniform = self.model.config.corruption == "uniform"
-            exists = exists & (slots > 0 if is_uniform else shown == MASKED)
-        classes = torch.searchsorted(self.vocabulary, targets).clamp(max=len(self.vocabulary) - 1)
-        known = exists & (self.vocabulary[classes] == targets)
-        losses = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none")
-        losses = losses.view_as(targets) * known * (1 - self.distillation)
-        if self.distillation > 0:
-            soft = -(self._target_law(batch) * F.log_softmax(logits, dim=-1)).sum(dim=-1)
-            losses = losses + soft * exists * self.distillation
-        weights = torch.exp(-slots / self.decay)
-        total = (weights * exists).sum().clamp(min=torch.finfo(weights.dtype).tiny)
-        return {"loss": (losses * weights).sum() / total}
-
-    def _target_law(self, batch: DraftBatch) -> Tensor:
-        """Return the target's distribution [N, K', V'] over the draft's vocabulary at each slot."""
-        context, backbone = batch.context, self.model.backbone
-        # One row per position, then one per slot: slots of several anchors share positions.
-        first = context.first_anchor - 1
-        last = context.hidden[backbone.num_layers - 1][first:]
-        law = F.linear(backbone.rms_norm(last, backbone.norm), self.head).float().softmax(dim=-1)
-        slots = torch.arange(batch.num_draft_tokens, device=batch.anchors.device)
-        before = (batch.anchors[:, None] + slots).clamp(max=len(context.tokens) - 1)
-        return law[before - first]
 
 
 class SelfDiffusionRecipe:
@@ -169,11 +95,11 @@ class SelfDiffusionRecipe:
     def export(self, folder: Path) -> Path:
         """Write `adapter`, a PEFT folder with the draft's own tensors and its card."""
         model, tensors = self.module.model, self.module.model.adapter_tensors()
-        if self.config.draft_vocab_size is not None:
+        if model.config.draft_vocab_size is not None:
             tensors["vocabulary"] = self.module.vocabulary.int()
         adapter = folder / "adapter"
         save_adapter(adapter, model.config, tensors, base_model=public_name(self.config.model))
-        write_card(folder)
+        write_card(folder, self.config)
         return adapter
 
     def _context(self, index: int) -> TargetContext:
@@ -187,21 +113,28 @@ class SelfDiffusionRecipe:
         return context
 
     def _draft(self, context: TargetContext, anchors: Tensor) -> Tensor:
-        """Return the tokens [N, K] that are drafted behind anchors, in as many passes as told."""
-        loss, count = self.module, self.config.num_draft_tokens
-        config, num_passes = loss.model.config, min(self.config.num_passes, count)
+        """Return the tokens [N, K] that are drafted behind anchors, in as many passes as told.
+
+        Among the tokens that decoding will choose among: all where the adapter has no vocabulary.
+        """
+        model, count = self.module.model, self.config.num_draft_tokens
+        config, num_passes = model.config, min(self.config.num_passes, count)
+        has_own = config.draft_vocab_size is not None
+        head = self.module.head if has_own else model.head
+        vocabulary = self.module.vocabulary if has_own else None
         known = anchors.new_full((len(anchors), count), MASKED)
         shown = known
         if config.corruption == "uniform":
-            size = loss.model.backbone.vocab_size
+            size = model.backbone.vocab_size
             drawn = [noise(0, anchor, count - 1, size) for anchor in anchors.tolist()]
             shown = torch.tensor(drawn, dtype=torch.long, device=anchors.device)
         for done in range(1, num_passes):
-            logits = loss.model(context, anchors, loss.head, count, known)
-            known = reveal(logits, loss.vocabulary, known, count * done // num_passes)
+            logits = model(context, anchors, head, count, known)
+            known = reveal(logits, vocabulary, known, count * done // num_passes)
             shown = known
-        logits = loss.model(context, anchors, loss.head, count, shown)
-        return torch.where(known == MASKED, loss.vocabulary[logits.argmax(dim=-1)], known)
+        columns = model(context, anchors, head, count, shown).argmax(dim=-1)
+        tokens = columns if vocabulary is None else vocabulary[columns]
+        return torch.where(known == MASKED, tokens, known)
 
     def _right_slots(self, example: Example) -> tuple[Tensor, Tensor]:
         """Return which slots behind each response token are right, and which exist, [N, K]."""
@@ -225,7 +158,8 @@ def build(config: TrainConfig) -> SelfDiffusionRecipe:
     """
     assert isinstance(config, SelfDiffusionConfig)
     sha256 = data_sha256(config.data)  # before the model: it may have to be fetched
-    loaded = load_model(config.model, device=config.device, dtype="bfloat16", trainable=True)
+    dtype = "bfloat16" if config.precision == "bf16" else "float32"
+    loaded = load_model(config.model, device=config.device, dtype=dtype, trainable=True)
     backbone = loaded.backbone
     if not isinstance(backbone, NativeBackbone):
         raise ConfigError(
@@ -238,38 +172,37 @@ def build(config: TrainConfig) -> SelfDiffusionRecipe:
         max_length=min(config.max_length, backbone.max_seq_len),
         tokenizer=loaded.tokenizer,
     )
-    split = len(examples) - config.num_eval_sequences
-    if split <= 0:
-        raise ConfigError(
-            f"data: got {len(examples)} examples, expected more than num_eval_sequences "
-            f"({config.num_eval_sequences})."
-        )
+    train, held_out = split_examples(examples, config.num_eval_sequences)
     if (config.draft_vocab_size or 0) > backbone.vocab_size:
         raise ConfigError(
             f"draft_vocab_size: got {config.draft_vocab_size}, expected at most "
             f"{backbone.vocab_size}, the model's own."
         )
-    train, held_out = examples[:split], examples[split:]
-    vocabulary = draft_vocabulary(train, config.draft_vocab_size).to(backbone.device)
+    shape, vocabulary = _with_vocabulary(
+        _draft_config(config, loaded, {t for e in examples for t in e.tokens}), train
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = DraftModel(backbone, shape).to(backbone.device)
     module = DraftLoss(
-        _draft_model(config, loaded, {t for e in examples for t in e.tokens}),
-        vocabulary,
+        model,
+        vocabulary.to(backbone.device),
         decay=config.decay,
         distillation=config.distillation,
     )
     return SelfDiffusionRecipe(config, module, train, held_out, sha256)
 
 
-def _draft_model(
+def _draft_config(
     config: SelfDiffusionConfig, loaded: LoadedModel, used: Collection[int]
-) -> DraftModel:
+) -> DraftConfig:
     backbone, mask_token = loaded.backbone, config.mask_token_id
     assert isinstance(backbone, NativeBackbone)
     entry_layer, feature_layers = config.layers(backbone.num_layers)
     if entry_layer == 0 and config.corruption == "mask":
         ids = Vocabulary(loaded.path, loaded.tokenizer, backbone.vocab_size, backbone.eos_token_ids)
         mask_token = choose_mask_token(ids, mask_token, used)
-    shape = DraftConfig(
+    return DraftConfig(
         num_draft_tokens=config.num_draft_tokens,
         entry_layer=entry_layer,
         feature_layers=feature_layers,
@@ -283,10 +216,25 @@ def _draft_model(
         corruption=config.corruption,
         mask_token_id=mask_token,
         num_passes=config.num_passes,
+        preferred_draft_tokens=config.preferred_draft_tokens,
+        confidence_floor=config.confidence_floor,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return DraftModel(backbone, shape).to(backbone.device)
+
+
+def _with_vocabulary(shape: DraftConfig, examples: Sequence[Example]) -> tuple[DraftConfig, Tensor]:
+    """Return the shape with the size of its draft vocabulary, and the ids [V'] that are trained.
+
+    Decoding chooses among what was trained and measured, so an adapter keeps its vocabulary, unless
+    that is the model's own. A plain one has no place for it: its decoding chooses among all tokens.
+    """
+    vocabulary = draft_vocabulary(examples, shape.draft_vocab_size)
+    if shape.draft_vocab_size is not None or shape.is_plain:
+        return shape, vocabulary
+    whole = shape.base["vocab_size"]
+    size = min(-(-len(vocabulary) // PACKED_ROWS) * PACKED_ROWS, whole)
+    if size < whole:
+        shape = replace(shape, draft_vocab_size=size)
+    return shape, draft_vocabulary(examples, size)
 
 
 def draft_vocabulary(examples: Sequence[Example], size: int | None) -> Tensor:
@@ -339,10 +287,3 @@ def draw_shown(
     targets, exists = slot_targets(context, anchors, count)
     is_shown = (order < count * done // num_passes).to(device) & exists
     return targets.masked_fill(~is_shown, MASKED)
-
-
-def slot_targets(context: TargetContext, anchors: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens [N, K] that follow each anchor, and which of them exist."""
-    index = anchors[:, None] + torch.arange(1, count + 1, device=anchors.device)
-    exists = index < len(context.tokens)
-    return context.tokens[index.clamp(max=len(context.tokens) - 1)], exists

@@ -19,7 +19,6 @@ from hybrid.bench import report
 from hybrid.bench.candidates import Answer, DecoderCandidate, TransformersCandidate, precision
 from hybrid.bench.environment import describe
 from hybrid.bench.llama_cpp import LlamaCpp, gguf_file
-from hybrid.bench.prompts import PROMPTS, Prompt, encode_prompts, read_prompts
 from hybrid.bench.runner import Sample, measure, rotated
 from hybrid.bench.widths import time_widths
 from hybrid.errors import CheckpointError, ConfigError
@@ -292,33 +291,6 @@ def test_widths_are_timed_in_turns(decoder, checkpoint) -> None:
     for bad in ([], [0], [2, 2]):
         with pytest.raises(ConfigError, match="expected distinct numbers"):
             time_widths({"a": decoder.backbone}, bad)
-
-
-def test_prompts_become_chat_messages_or_stay_ids(decoder, tmp_path) -> None:
-    assert len(set(PROMPTS)) == 20
-    chat = [{"role": "user", "content": "hi"}]
-    encoded = encode_prompts(["hi", chat, [4, 5]], decoder)
-    assert encoded[0] == encoded[1] == decoder.tokenizer.chat(chat)
-    assert encoded[2] == [4, 5]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "one"}\n\n{"prompt": "two", "p": [1, 2]}\n')
-    assert read_prompts(file) == [Prompt("one"), Prompt([1, 2])]
-    file.write_text('{"prompt": "one", "category": "chat"}')
-    assert read_prompts(file) == [Prompt("one", "chat")]
-    for text, message in (
-        ('{"q": 1}', "line 1"),
-        ('{"prompt": "one"}\n[]', "line 2"),
-        ("nonsense", "line 1"),
-        ('{"prompt": "one", "category": 1}', "category: got 1"),
-        ("", "is empty"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            read_prompts(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match="prompt 1.*token id"):
-        encode_prompts(["hi", [10**9]], decoder)
 
 
 def test_environment_names_what_a_number_depends_on() -> None:

@@ -25,7 +25,7 @@ from hybrid.training.trajectory import Canvas, Trajectory, decode, most_confiden
 
 VOCAB, MASK = 24, 23
 PROMPTS = [[a, b] for a in range(1, 4) for b in range(4, 8)]
-PROMPTS += PROMPTS[:2]  # held out, but of prompts that are learned: what is learned must show there
+PROMPTS += [[1, 8], [2, 8]]  # held out
 
 Make = Callable[..., D3LLMConfig]
 
@@ -102,6 +102,21 @@ def test_the_trajectories_are_the_teachers_one_token_per_forward(make: Make, fol
     assert path.stat().st_mtime_ns == before  # decoded once
 
 
+def test_a_model_that_was_trained_again_is_another_teacher(make: Make, tmp_path: Path) -> None:
+    def model(seed: int) -> str:
+        path = tmp_path / "again"
+        tiny_checkpoint(path, vocab_size=VOCAB, num_layers=1, tokenizer=False, seed=seed)
+        return str(path)
+
+    train(build(make(model=model(0), steps=1)))
+    (first,) = make().output.glob("trajectories-*.jsonl")
+    again = build(make(model=model(1), steps=1))
+    (second,) = set(make().output.glob("trajectories-*.jsonl")) - {first}
+    assert second.read_text() != first.read_text()
+    with pytest.raises(ConfigError, match="model: .*again has changed since the run"):
+        train(again)
+
+
 def test_several_tokens_per_forward_are_other_trajectories(make: Make) -> None:
     build(make())
     (other,) = make().output.glob("trajectories-*.jsonl")
@@ -119,7 +134,7 @@ def test_the_loss_falls(make: Make, rank: int | None) -> None:
     train(recipe)
     assert mean_loss(recipe) < 0.75 * before
     rows = read_metrics(config.output)
-    assert rows[-1]["held_out_loss"] < 0.75 * held_out
+    assert rows[-1]["held_out_loss"] < 0.9 * held_out  # of prompts that are new
     assert rows[-1].keys() >= {"tokens_per_forward", "agreement", "masked", "complement", "entropy"}
 
 
@@ -228,7 +243,7 @@ def test_every_block_of_every_training_sequence_comes_up(make: Make) -> None:
     batches = [recipe.batch(step, 0) for step in range(400)]
     seen = {(tuple(b.targets[:2].tolist()), int(b.masked.any(dim=0).nonzero()[0])) for b in batches}
     # 12 prompts and 4 windows of 2: each is missed with a probability of (1 - 1 / 48)^400 = 2e-4.
-    assert seen == {(tuple(p), 2 + start) for p in PROMPTS for start in (0, 2, 4, 6)}
+    assert seen == {(tuple(p), 2 + start) for p in PROMPTS[:-2] for start in (0, 2, 4, 6)}
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -254,12 +269,56 @@ def test_the_export_computes_what_was_trained(make: Make, folder: Path, merge: b
 
 
 @pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32)]
+)
+def test_evaluates_in_the_precision_that_it_trains_in(
+    make: Make, precision: str, dtype: torch.dtype
+) -> None:
+    recipe = build(make(precision=precision))
+    seen = set()
+    recipe.module.trainable.model.register_forward_hook(
+        lambda module, args, out: seen.add(out.logits.dtype)
+    )
+    recipe.evaluate()
+    assert seen == {dtype}
+
+
+def test_the_card_shows_the_last_evaluation_and_makes_none(make: Make) -> None:
+    recipe, rows = build(make(steps=2, eval_every=1)), []
+    measured, evaluate = [], recipe.evaluate
+
+    def counted() -> dict[str, Any]:
+        measured.append(evaluate())
+        return measured[-1]
+
+    recipe.evaluate = counted
+    card = (train(recipe, rows.append) / "README.md").read_text()
+    assert len(measured) == 2
+    for name in ("held_out_loss", "tokens_per_forward", "agreement"):
+        assert f"| {rows[-1][name]} |" in card
+    recipe.config.output.joinpath("metrics.jsonl").unlink()
+    card = (recipe.export(recipe.config.output) / "README.md").read_text()
+    assert "| not measured |" in card
+
+
+def test_the_card_names_a_hub_model_whole(make: Make) -> None:
+    recipe = build(make(steps=1))
+    recipe.config = recipe.config.model_copy(
+        update={"model": "some/base", "teacher": "some/teacher"}
+    )
+    card = (recipe.export(recipe.config.output) / "README.md").read_text()
+    assert "base_model: some/base\n" in card
+    assert '"model": "some/base"' in card
+    assert '"teacher": "some/teacher"' in card
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"mask_token_id": None}, "mask_token_id: got None"),
         ({"mask_token_id": VOCAB}, f"from 0 to {VOCAB - 1}"),
         ({"mask_token_id": 2}, "example 1 answers with the mask token 2"),
-        ({"max_length": 9}, "response_length: example 1 has a prompt of 2 tokens"),
+        ({"max_length": 9}, "response_length: the longest prompt has 2 tokens"),
         ({"num_eval_sequences": 14}, "more than num_eval_sequences"),
         ({"targets": ("nope",)}, "targets"),
     ],

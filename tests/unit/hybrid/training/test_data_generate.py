@@ -20,6 +20,7 @@ from hybrid.training.generate import (
     Generated,
     generate,
     made_by,
+    only_run_to,
     remaining,
     settings_path,
 )
@@ -272,6 +273,38 @@ def test_a_line_of_another_prompt_is_refused(run: Run, tmp_path: Path) -> None:
         run()
 
 
+@pytest.mark.parametrize("order", [[0, 2, 1], [0, 1, 1], [2, 0], [1, 1]])
+def test_lines_in_another_order_are_refused(run: Run, tmp_path: Path, order: list[int]) -> None:
+    output = run(limit=3).output
+    found = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(found[place] for place in order))
+    before, bad = output.read_bytes(), next(i for i in (1, 2) if order[i] <= order[i - 1])
+    match = (
+        rf"data.jsonl line {bad + 1}: answers prompts.jsonl line {order[bad] + 1}, expected a "
+        rf"prompt behind prompts.jsonl line {order[bad - 1] + 1}"
+    )
+    with pytest.raises(ConfigError, match=match):
+        run()
+    assert output.read_bytes() == before
+
+
+def test_only_one_run_writes_a_file(run: Run, tmp_path: Path) -> None:
+    run(limit=3)
+    before = (tmp_path / "data.jsonl").read_bytes()
+    with only_run_to(tmp_path / "data.jsonl"):
+        with pytest.raises(ConfigError, match=r"output: another run writes .*data\.jsonl"):
+            run(decoder=None)
+        run("other.jsonl", limit=1)
+    assert (tmp_path / "data.jsonl").read_bytes() == before
+    assert run().num_resumed == 3
+
+
+def test_an_output_in_a_file_cannot_be_written(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file.data.jsonl cannot be written"):
+        run("file/data.jsonl")
+
+
 # Refusing early
 
 
@@ -289,7 +322,7 @@ def test_a_bad_prompt_is_named(
 ) -> None:
     with pytest.raises(error, match=match):
         run(prompts=prompts_of([ROWS[0], row, ROWS[1]]))
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".data.jsonl.lock"]
 
 
 @pytest.mark.parametrize(

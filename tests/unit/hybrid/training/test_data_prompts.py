@@ -1,4 +1,4 @@
-"""Prompt files, and where a chat template puts a user's turn."""
+"""The prompts that are answered, and where a chat template puts a user's turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid.errors import ConfigError
 from hybrid.models.tiny import byte_tokenizer
 from hybrid.models.tokenizer import Tokenizer
 from hybrid.training.prompts import read_prompts
-from hybrid.training.turns import answer_ids, prompt_ids, user_turn
+from hybrid.training.turns import answer_ids, user_turn
 
 
 def rows(text: str, name: str = "prompts.jsonl") -> list[dict[str, Any]]:
@@ -44,55 +44,6 @@ def test_json_lines_keep_their_fields_and_numbers() -> None:
 def test_each_prompt_once() -> None:
     text = '{"prompt": "a", "id": 0}\n{"prompt": "b"}\n{"id": 1, "prompt": "a"}\n{"p": [1]}\n'
     assert rows(text) == [{"prompt": "a", "id": 0}, {"prompt": "b"}, {"p": [1]}]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("a.txt", " one\u2028x \n\n{two}\r\n", ["one\u2028x", "{two}"]),
-        ("stdin", "one\n{two}\n", ["one", "{two}"]),
-        ("stdin", '{"prompt": "one"}\n', ["one"]),
-        ("prompts", '\n {"prompt": "one"}\n', ["one"]),
-    ],
-)
-def test_texts_and_json_are_told_apart(name: str, text: str, expected: list[str]) -> None:
-    assert [row["prompt"] for row in rows(text, name)] == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("", "prompts.jsonl is empty"),
-        (" \n\n", "prompts.jsonl is empty"),
-        ("why is the sky blue?", "line 1: not JSON"),
-        ('{"prompt": "a"}\n{"prompt":', "line 2: not JSON"),
-        ('{"prompt": "a"}\n["b"]', "line 2: expected an object, got list"),
-        ('{"prompt": "a"}\n{"text": "b"}', "line 2: got no prompt"),
-        ('{"prompt": ""}', "line 1: got no prompt"),
-        ('{"messages": [], "prompt": null}', "line 1: got no prompt"),
-        ("[" * 100_000, "line 1: not JSON"),
-    ],
-)
-def test_a_bad_prompt_file(text: str, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        rows(text)
-
-
-def test_prompts_that_are_not_text() -> None:
-    with pytest.raises(ConfigError, match=r"prompts.jsonl is not UTF-8"):
-        read_prompts(b"\xff\xfe{", "prompts.jsonl")
-
-
-def test_text_goes_before_ids_where_there_is_a_tokenizer() -> None:
-    row = {"prompt": "x", "p": [5], "messages": None}
-    chat = [{"role": "user", "content": "x"}]
-    assert prompt_ids(row, BYTES, 300, "here") == BYTES.chat(chat)
-    assert prompt_ids(row, None, 300, "here") == [5]
-    assert prompt_ids(row, templated(None), 300, "here") == BYTES.encode("x"), "no template: raw"
-    with pytest.raises(ConfigError, match="here: got no prompt"):
-        prompt_ids({"prompt": " \n"}, BYTES, 300, "here")
-    with pytest.raises(ConfigError, match=r"here: messages\[0\]: got role None"):
-        prompt_ids({"messages": [{"content": "x"}]}, BYTES, 300, "here")
 
 
 def test_the_user_turn_of_chatml() -> None:

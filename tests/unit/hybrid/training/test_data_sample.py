@@ -11,6 +11,7 @@ from fakes import BYTE_VOCAB, BYTES, EOS, FakeTarget
 
 from hybrid import HybridDecoder
 from hybrid.errors import CapacityError, ConfigError
+from hybrid.training.generate import only_run_to
 from hybrid.training.sample import SampleConfig, Sampled, sample_prompts
 from hybrid.training.turns import user_turn
 
@@ -94,6 +95,9 @@ def test_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists"):
         sample(tmp_path / "p")
     assert (tmp_path / "p").read_text() == "mine"
+    with only_run_to(tmp_path / "q"), pytest.raises(ConfigError, match="another run writes .*q"):
+        sample(tmp_path / "q")
+    assert not (tmp_path / "q").exists()
 
 
 def test_an_empty_file_of_a_run_that_failed_is_no_obstacle(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_drafter_starts_with_the_targets_own_keys_and_values() -> None:
     )
     features = torch.cat([out.hidden[0][0], out.hidden[1][0]], dim=-1)
     context: Tensor = model.context(features.clone(), torch.arange(length))
-    torch.testing.assert_close(context[0], cache.data[2, :, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(context[0], cache.data[2, :, 0, :, :length], rtol=0, atol=1e-5)
     assert torch.equal(model.layers[1].self_attn.o_proj.weight, backbone.layers[3].o.weight)  # type: ignore[union-attr]
     assert torch.equal(model.norm.weight, backbone.norm)
     assert torch.equal(other, model.layers[0].mlp.up_proj.weight), "another shape is left alone"  # type: ignore[union-attr]

@@ -45,9 +45,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lines(target: Path) -> str:
     """What the target answers, as JSON lines."""
-    last = list(range(VOCAB - 1)) * 2
-    random.Random(0).shuffle(last)
-    prompts = [[1, 2, token] for token in last]
+    prompts = [[1, other, token] for other in (2, 3) for token in range(VOCAB - 1)]
+    random.Random(0).shuffle(prompts)
     decoder = HybridDecoder.from_pretrained(target)
     answers = decoder.generate(prompts, strategy="ar", max_new_tokens=NEW)
     pairs = zip(prompts, answers, strict=True)
@@ -251,6 +250,27 @@ def test_bf16_and_distillation_train(make: Make) -> None:
     folder = train(build(make(**fields, export_dtype="bfloat16")), rows.append)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert load_file(folder / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32)]
+)
+def test_evaluates_in_the_precision_that_it_trains_in(
+    make: Make, precision: str, dtype: torch.dtype
+) -> None:
+    recipe = build(make(precision=precision))
+    seen = set()
+    recipe.module.model.fc.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+    recipe.evaluate()
+    assert seen == {dtype}
+
+
+def test_the_card_names_a_hub_model_whole(make: Make) -> None:
+    recipe = build(make(steps=1))
+    recipe.config = recipe.config.model_copy(update={"model": "some/base"})
+    card = (recipe.export(recipe.config.output) / "README.md").read_text()
+    assert "base_model: some/base\n" in card
+    assert '"model": "some/base"' in card
 
 
 @pytest.mark.parametrize(

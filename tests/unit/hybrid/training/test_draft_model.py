@@ -24,8 +24,8 @@ from hybrid.params import SamplingParams
 from hybrid.protocols import DraftState
 from hybrid.training.data import Example
 from hybrid.training.self_diffusion.context import target_context
-from hybrid.training.self_diffusion.draft_model import DraftModel
-from hybrid.training.self_diffusion.recipe import DraftBatch, DraftLoss
+from hybrid.training.self_diffusion.draft_model import DraftModel, SamplerParameters
+from hybrid.training.self_diffusion.loss import DraftBatch, DraftLoss
 from hybrid.types import Mode, Plan
 
 YARN = (("rope_type", "yarn"), ("factor", 4.0), ("rope_theta", 1e4))
@@ -119,6 +119,29 @@ def test_the_sampler_head_knows_what_the_engine_chose(size: int | None) -> None:
         False,
         True,
     ]
+
+
+def test_the_sampler_head_is_its_formula_and_so_is_its_gradient() -> None:
+    draw = torch.Generator().manual_seed(0)
+    head = SamplerParameters(6, 4).double()
+    sizes = {"h": (5, 6), "before": (5, 2, 6), "gate_up": (8, 18), "down": (6, 4)}
+    values = {
+        name: torch.randn(size, generator=draw, dtype=torch.float64, requires_grad=True)
+        for name, size in sizes.items()
+    }
+
+    def run(h: Tensor, before: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        weights = {"gate_up": gate_up, "down": down}
+        return torch.func.functional_call(head, weights, (h, before))
+
+    h, before, gate_up, down = values.values()
+    parts = [x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (h, *before.unbind(1))]
+    gate, up = (torch.cat(parts, dim=1) @ gate_up.T).split(4, dim=1)
+    expected = h + (gate / (1 + (-gate).exp()) * up) @ down.T
+    torch.testing.assert_close(run(**values), expected, rtol=1e-10, atol=1e-10)
+    assert torch.autograd.gradcheck(run, tuple(values.values()))
+    start = SamplerParameters(6, 4).double()
+    assert torch.equal(start(h, before), h), "it starts as nothing"
 
 
 def true_law(model: DraftModel, tokens: list[int], anchor: int, vocabulary: Tensor) -> Tensor:

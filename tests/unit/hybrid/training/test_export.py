@@ -15,6 +15,7 @@ from fakes import tiny_backbone
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from hybrid import __version__
 from hybrid.cli import train as cli_train
 from hybrid.errors import CheckpointError
 from hybrid.models.adapter import DiffusionAdapter, LoraLinear, load_adapter
@@ -25,9 +26,10 @@ from hybrid.models.spec import ModelSpec, RopeSpec
 from hybrid.models.store import public_name
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
+from hybrid.revision import Revision, git_revision
 from hybrid.training import files
 from hybrid.training.loop import train
-from hybrid.training.self_diffusion.card import command_line, write_card
+from hybrid.training.self_diffusion.card import code_row, command_line, write_card
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 from hybrid.training.self_diffusion.draft_model import DraftModel
 from hybrid.training.self_diffusion.export import save_adapter
@@ -187,6 +189,7 @@ def test_card(make_config: Callable[..., SelfDiffusionConfig]) -> None:
         "| steps | 8 |",
         "| hours | 0.0",
         f"torch {torch.__version__}",
+        f"| code | {code_row(git_revision())} |",
         f"**{last['expected_acceptance_length']:.2f}**",
         "| 1 | 2 | 3 | 4 |",
         "| " + " | ".join(f"{100 * v:.0f} %" for v in last["accuracy_by_position"]) + " |",
@@ -194,6 +197,13 @@ def test_card(make_config: Callable[..., SelfDiffusionConfig]) -> None:
     ):
         assert word in text
     assert str(config.data.parent) not in text, "no path of this machine"
+
+
+def test_the_card_names_the_code() -> None:
+    released = f"hybrid-decoder {__version__}"
+    assert code_row(Revision()) == released
+    assert code_row(Revision("ab12", False)) == f"{released}, commit ab12"
+    assert code_row(Revision("ab12", True)) == f"{released}, commit ab12, modified"
 
 
 def test_a_card_needs_a_finished_run(make_config: Callable[..., SelfDiffusionConfig]) -> None:

@@ -21,6 +21,7 @@ from hybrid.training.loop import train
 from hybrid.training.masks import block_ids
 
 MASK, CYCLE = 30, 7
+BEGINNINGS = ([20, 21], [21], [21, 20], [21, 21])  # of prompts; the last is held out
 MakeConfig = Callable[..., JointConfig]
 
 
@@ -39,7 +40,7 @@ def make(tmp_path: Path, tiny: Path) -> MakeConfig:
         data = tmp_path / "data.jsonl"
         rows = [
             {
-                "p": [20, 21, start][n % 2 :],
+                "p": [*BEGINNINGS[n // CYCLE], start],
                 "r": [(start + i) % CYCLE for i in range(1, 10 + n % 3)],
             }
             for n, start in enumerate([*range(CYCLE)] * 4)
@@ -73,9 +74,9 @@ def test_it_learns_to_continue_and_to_fill(make: MakeConfig, lora: dict[str, Any
     before = recipe.evaluate()
     train(recipe)
     after = recipe.evaluate()
-    assert after["eval_ar_loss"] < 0.1 * before["eval_ar_loss"]
+    assert after["eval_ar_loss"] < 0.2 * before["eval_ar_loss"]
     assert after["eval_diffusion_loss"] < 0.3 * before["eval_diffusion_loss"]
-    assert before["expected_acceptance_length"] < 2 < 3 < after["expected_acceptance_length"]
+    assert before["expected_acceptance_length"] < 2 < 2.5 < after["expected_acceptance_length"]
     assert len(after["accuracy_by_position"]) == 3
 
 
@@ -203,6 +204,47 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(make: MakeConfig) -> No
         for f in (whole, resumed)
     ]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32)]
+)
+def test_evaluates_in_the_precision_that_it_trains_in(
+    make: MakeConfig, precision: str, dtype: torch.dtype
+) -> None:
+    recipe = build(make(precision=precision))
+    seen = set()
+    recipe.module.trainable.model.register_forward_hook(
+        lambda module, args, out: seen.add(out.logits.dtype)
+    )
+    recipe.evaluate()
+    assert seen == {dtype}
+
+
+def test_the_card_shows_the_last_evaluation_and_makes_none(make: MakeConfig) -> None:
+    recipe, rows = build(make(steps=2, eval_every=1)), []
+    measured, evaluate = [], recipe.evaluate
+
+    def counted() -> dict[str, Any]:
+        measured.append(evaluate())
+        return measured[-1]
+
+    recipe.evaluate = counted
+    card = (train(recipe, rows.append) / "README.md").read_text()
+    assert len(measured) == 2
+    for name in ("eval_ar_loss", "eval_diffusion_loss", "expected_acceptance_length"):
+        assert f"| {rows[-1][name]} |" in card
+    recipe.config.output.joinpath("metrics.jsonl").unlink()
+    card = (recipe.export(recipe.config.output) / "README.md").read_text()
+    assert "| not measured |" in card
+
+
+def test_the_card_names_a_hub_model_whole(make: MakeConfig) -> None:
+    recipe = build(make(steps=1))
+    recipe.config = recipe.config.model_copy(update={"model": "some/base"})
+    card = (recipe.export(recipe.config.output) / "README.md").read_text()
+    assert "base_model: some/base\n" in card
+    assert '"model": "some/base"' in card
 
 
 def test_bf16_trains_too(make: MakeConfig) -> None:

@@ -46,6 +46,18 @@ def test_the_tokenizers_mask_token_comes_before_a_spare_row(tmp_path: Path) -> N
     assert choose_mask_token(_ids(trainable), None, {259}) == 261
 
 
+def test_a_row_behind_a_gap_is_not_free(tmp_path: Path) -> None:
+    trainable = _load(tmp_path, vocab_size=300)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    last = max(vocab, key=vocab.get)
+    vocab[last] = 259  # no longer 258: there are 259 tokens, and 259 is one of them
+    path.write_text(json.dumps(content))
+    assert AutoTokenizer.from_pretrained(tmp_path).convert_ids_to_tokens(259) == last
+    assert choose_mask_token(_ids(trainable), None, set()) == 260
+
+
 def test_a_free_special_token_is_the_last_resort(tmp_path: Path) -> None:
     trainable = _load(tmp_path)  # 0 pads, 2 ends an answer
     assert choose_mask_token(_ids(trainable), None, {5}) == 1

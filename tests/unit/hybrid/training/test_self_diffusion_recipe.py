@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from hybrid import HybridDecoder
 from hybrid.errors import ConfigError
+from hybrid.models.draft_config import read_adapter
 from hybrid.models.loading import load_model
 from hybrid.training import recipes
 from hybrid.training.checkpoint import read_metrics
@@ -19,7 +20,8 @@ from hybrid.training.data import Example
 from hybrid.training.loop import train
 from hybrid.training.self_diffusion import recipe as module
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
-from hybrid.training.self_diffusion.recipe import build, draft_vocabulary, slot_targets
+from hybrid.training.self_diffusion.loss import slot_targets
+from hybrid.training.self_diffusion.recipe import build, draft_vocabulary
 
 Make = Callable[..., SelfDiffusionConfig]
 
@@ -86,6 +88,85 @@ def test_draft_vocabulary_is_what_occurs_most() -> None:
     assert draft_vocabulary(examples, None).tolist() == [2, 5, 7]
     assert draft_vocabulary(examples, 2).tolist() == [5, 7]
     assert draft_vocabulary(examples, 5).tolist() == [0, 1, 2, 5, 7]
+
+
+FEW = [6, 7, 8, 9, 10, 11, 12, 13, 20]  # and what fills them up to sixteen
+FILLED = [0, 1, 2, 3, 4, 5, *FEW[:8], 14, 20]
+
+
+def few_tokens() -> str:
+    return "".join(f'{{"p": [1, {n}], "r": {FEW + FEW}}}\n' for n in range(12))
+
+
+@pytest.mark.parametrize(
+    ("fields", "lines", "trained", "exported"),
+    [
+        ({}, few_tokens(), FILLED, 16),
+        ({"draft_vocab_size": 10}, few_tokens(), [0, *FEW], 10),
+        ({}, None, list(range(32)), None),
+        ({"train_norms": False}, few_tokens(), FILLED, 16),
+        (
+            {"train_norms": False, "entry_layer": 0, "feature_layers": (), "sampler_size": 0},
+            few_tokens(),
+            FEW,
+            None,
+        ),
+    ],
+    ids=["few", "told", "all", "no-norms", "plain"],
+)
+def test_the_exported_vocabulary_is_the_one_that_was_trained(
+    make_config: Make, fields: dict[str, Any], lines: str | None, trained: list[int], exported: Any
+) -> None:
+    if fields.get("entry_layer") == 0:
+        fields = {**fields, "mask_token_id": 31}
+    config = make_config(lines=lines, steps=2, eval_every=2, **fields)
+    recipe = build(config)
+    assert recipe.module.vocabulary.tolist() == trained
+    folder = train(recipe)
+    shape, tensors = read_adapter(folder)
+    assert shape.draft_vocab_size == exported
+    assert ("vocabulary" in tensors) == (exported is not None)
+    if exported is not None:
+        assert tensors["vocabulary"].tolist() == trained
+    decoder = HybridDecoder.from_pretrained(config.model, dtype="bfloat16", adapter=folder)
+    ours, plain = (
+        decoder.generate([1, 30], strategy=strategy, max_new_tokens=20)
+        for strategy in ("speculative", "ar")
+    )
+    assert ours.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32)]
+)
+def test_precision_is_that_of_the_target_too(
+    make_config: Make, precision: str, dtype: torch.dtype
+) -> None:
+    config = make_config(precision=precision, steps=2, eval_every=2)
+    recipe = build(config)
+    batch = recipe.batch(0, 0)
+    states = [batch.context.key_value, *batch.context.hidden.values()]
+    assert {t.dtype for t in [recipe.module.head, *states]} == {dtype}
+    assert {p.dtype for p in recipe.module.parameters()} == {torch.float32}
+    train(recipe)
+    assert {t.dtype for t in read_adapter(config.output / "adapter")[1].values()} <= {
+        torch.bfloat16,
+        torch.int32,
+    }
+
+
+def test_preferences_of_decoding_reach_the_adapter_and_may_change(make_config: Make) -> None:
+    config = make_config(steps=4, preferred_draft_tokens=2, confidence_floor=0.25)
+    folder = train(build(config))
+    shape, tensors = read_adapter(folder)
+    assert (shape.preferred_draft_tokens, shape.confidence_floor) == (2, 0.25)
+    before = losses(config.output)
+    changed = config.replace(preferred_draft_tokens=None, confidence_floor=0.0)
+    shape, again = read_adapter(train(build(changed)))
+    assert (shape.preferred_draft_tokens, shape.confidence_floor) == (None, 0.0)
+    assert losses(config.output) == before, "no step ran again"
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    assert "confidence_floor" not in (folder / "README.md").read_text(), "the card of what is there"
 
 
 @pytest.mark.parametrize("size", [None, 12])
@@ -179,6 +260,7 @@ def test_right_slots_are_those_of_the_draft_model(make_config: Make) -> None:
         ({"num_eval_sequences": 48}, r"got 48 examples, expected more than .* \(48\)"),
         ({"entry_layer": 2}, "entry_layer: got 2, expected 0 to 1"),
         ({"feature_layers": (5,)}, "feature_layers: got"),
+        ({"preferred_draft_tokens": 5}, "preferred_draft_tokens: got 5, expected 1 to 4"),
         ({"draft_vocab_size": 33}, "draft_vocab_size: got 33, expected at most 32"),
         ({"max_length": 10}, r"data.jsonl line 1: got 23 tokens, expected at most 10"),
         ({"lines": '{"p": [1], "r": [2, 3]}\n{"p": [1], "r": [2, 99]}'}, "line 2: got 99"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -144,6 +145,50 @@ def test_a_saved_checkpoint_is_the_trained_model(
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
+def test_merged_weights_are_rounded_once(model: Path, tmp_path: Path) -> None:
+    trainable = load_trainable(model, lora=LORA)
+    _train_a_little(trainable)
+    trainable.save(tmp_path / "saved")
+    saved, start = (load_file(f / "model.safetensors") for f in (tmp_path / "saved", model))
+    values, merged = trainable.state_dict(), 0
+    for name, value in saved.items():
+        prefix = f"model.base_model.model.{name.removesuffix('.weight')}"
+        expected = start[name]
+        if f"{prefix}.lora_A.default.weight" in values:
+            a, b = (values[f"{prefix}.lora_{x}.default.weight"] for x in "AB")
+            expected, merged = expected + b @ a * (LORA.alpha / LORA.rank), merged + 1
+        assert torch.equal(value, expected.bfloat16()), name
+    assert merged == 2 * 7
+    assert saved.keys() == start.keys()
+
+
+@pytest.mark.parametrize(
+    ("lora", "merge"), [(None, True), (LORA, True), (LORA, False)], ids=["full", "lora", "adapter"]
+)
+def test_saving_copies_no_weight_as_it_is_and_drops_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraOptions | None, merge: bool
+) -> None:
+    path = tiny_checkpoint(tmp_path / "model", num_layers=1, tie_word_embeddings=True)
+    trainable = load_trainable(path, lora=lora)
+    _train_a_little(trainable)
+    weights = {name: value.clone() for name, value in trainable.state_dict().items()}
+
+    def copied(self: torch.nn.Parameter, memo: object) -> None:
+        pytest.fail("a weight was copied on its device")
+
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", copied)
+    trainable.save(tmp_path / "saved", merge=merge)
+    assert all(weight.grad is None for weight in trainable.parameters())
+    for name, value in trainable.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert [p.requires_grad for p in trainable.parameters()].count(True) > 0
+    (file,) = (tmp_path / "saved").glob("*.safetensors")
+    saved = load_file(file)
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+    if merge:
+        assert saved.keys() == load_file(path / "model.safetensors").keys(), "tied once only"
+
+
 def test_settings_that_transformers_would_not_write_are_kept(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path / "model", num_layers=1)
     settings = '{"eos_token_id": [1, 2], "do_sample": false, "temperature": 0.6, "top_k": -5}'
@@ -188,6 +233,27 @@ def test_a_full_disk_leaves_the_former_checkpoint(
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
+def test_a_failed_last_rename_leaves_the_former_checkpoint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainable, rename = load_trainable(model), Path.rename
+    trainable.save(tmp_path / "saved")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "saved").iterdir()}
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    _train_a_little(trainable)
+    for folder in ("saved", "other"):
+        with pytest.raises(CheckpointError, match="Input/output error.*is intact"):
+            trainable.save(tmp_path / folder)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "saved").iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
 def _packed(path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "q4-1", "bits": 4}
@@ -201,8 +267,6 @@ def _foreign(path: Path) -> None:
 
 
 def _incomplete(path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -231,18 +295,37 @@ def test_recurrent_models_are_refused(tmp_path: Path) -> None:
         load_trainable(path)
 
 
+def _rounded_apart(logits: Tensor) -> Tensor:
+    """The rows of a batch, as kernels may compute them."""
+    rows = torch.arange(len(logits))[:, None, None]
+    return logits + 1e-4 * rows
+
+
+@pytest.mark.parametrize("mask", [masks.causal, masks.full])
+@pytest.mark.parametrize("noise", [lambda logits: logits, _rounded_apart], ids=["exact", "rounded"])
 def test_a_model_that_ignores_masks_is_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mask: Callable[[int], Tensor],
+    noise: Callable[[Tensor], Tensor],
 ) -> None:
     run = Trainable._run
 
     def deaf(self: Trainable, inner: object, ids: Tensor, *rest: object) -> Tensor:
         length = ids.shape[1]
-        return run(self, inner, ids, torch.arange(length), masks.causal(length), None)
+        return noise(run(self, inner, ids, torch.arange(length), mask(length), None))
 
     monkeypatch.setattr(Trainable, "_run", deaf)
     with pytest.raises(ConfigError, match="LlamaForCausalLM does not follow"):
         load_trainable(model)
+
+
+def test_a_model_whose_rows_are_rounded_apart_is_not_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Trainable._run
+    monkeypatch.setattr(Trainable, "_run", lambda *args: _rounded_apart(run(*args)))
+    load_trainable(model)
 
 
 def test_unknown_targets_are_refused(model: Path) -> None:

@@ -26,7 +26,8 @@ from toy_recipe import (
 )
 
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.training.checkpoint import only_run_in, read_metrics
+from hybrid.models.tiny import tiny_checkpoint
+from hybrid.training.checkpoint import model_sha256, only_run_in, read_metrics
 from hybrid.training.loop import train
 
 Make = Callable[..., ToyRecipe]
@@ -142,6 +143,42 @@ def test_refuses_the_folder_of_another_run(make: Make, change: dict[str, Any], m
     assert numbers(first) == before
 
 
+def test_refuses_another_model_by_the_same_name(make: Make, tmp_path: Path) -> None:
+    def target(seed: int) -> str:
+        return str(tiny_checkpoint(tmp_path / "model", num_layers=1, hidden_size=16, seed=seed))
+
+    train(make(model=target(0)))
+    with pytest.raises(ConfigError, match="model: .*model has changed since the run in .*same mod"):
+        train(make(model=target(1)))
+    train(make(model=target(0)))
+
+
+def test_a_model_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    folder, weights = tmp_path / "one", bytearray(16 << 20)
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text("{}")
+    first = model_sha256(str(folder))
+    (folder / "README.md").write_text("says nothing about it")
+    assert model_sha256(str(folder)) == first
+    assert model_sha256(str(folder.rename(tmp_path / "two"))) == first
+    folder = tmp_path / "two"
+    hashes = {first}
+    for start in range(0, len(weights), 1 << 20):  # one matrix alone was trained
+        changed = weights.copy()
+        changed[start + 5000 : start + 15000] = bytes(range(250)) * 40
+        (folder / "model.safetensors").write_bytes(changed)
+        hashes.add(model_sha256(str(folder)))
+    (folder / "model.safetensors").write_bytes(weights[:-1])
+    hashes.add(model_sha256(str(folder)))
+    (folder / "config.json").write_text("[]")
+    hashes.add(model_sha256(str(folder)))
+    hashes.add(model_sha256(str(folder / "model.safetensors")))  # a file, as a GGUF is
+    assert len(hashes) == 1 + 16 + 3
+    with pytest.raises(CheckpointError, match="not found"):
+        model_sha256(str(tmp_path / "one"))
+
+
 def test_refuses_a_folder_in_which_another_training_runs(make: Make) -> None:
     recipe = make()
     with only_run_in(recipe.config.output):
@@ -189,7 +226,8 @@ def test_reads_a_checkpoint_from_before_newer_fields(make: Make) -> None:
         train(recipe, kill_at(5))
     path = recipe.config.output / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
-    del state["config"]["device"], state["config"]["merge"], state["data_sha256"], state["recipe"]
+    del state["config"]["device"], state["config"]["merge"], state["recipe"]
+    del state["data_sha256"], state["model_sha256"]
     torch.save(state, path)
     steps: list[int] = []
     train(make(), lambda row: steps.append(row["step"]))

@@ -9,7 +9,7 @@ import pytest
 from fakes import BYTES, EOS
 
 from hybrid.errors import ConfigError
-from hybrid.training.data import Example, data_sha256, read_examples
+from hybrid.training.data import Example, data_sha256, read_examples, split_examples
 
 
 def read(path: Path, text: str | bytes, *, tokenizer: object = None) -> list[Example]:
@@ -132,3 +132,26 @@ def test_sha256_is_that_of_the_bytes(tmp_path: Path) -> None:
     path = tmp_path / "d"
     path.write_bytes(b"abc")
     assert data_sha256(path).startswith("ba7816bf8f01cfea414140de5dae2223")
+
+
+def examples(*prompts: int) -> list[Example]:
+    """Each with a response of its own."""
+    return [Example((prompt,), (i, i)) for i, prompt in enumerate(prompts)]
+
+
+def test_the_last_examples_are_held_out() -> None:
+    every = examples(1, 2, 3, 4)
+    assert split_examples(every, 1) == (every[:3], every[3:])
+    assert split_examples(every, 3) == (every[:1], every[1:])
+
+
+def test_no_prompt_is_both_learned_and_measured() -> None:
+    every = examples(1, 5, 2, 2, 6, 5, 5, 6)
+    assert split_examples(every, 3) == ([every[0], every[2], every[3]], every[5:])
+
+
+def test_refuses_to_leave_nothing_to_learn() -> None:
+    with pytest.raises(ConfigError, match="got 2 examples, expected more than num_eval_sequences"):
+        split_examples(examples(1, 2), 2)
+    with pytest.raises(ConfigError, match="all 2 examples before the held-out ones"):
+        split_examples(examples(1, 2, 2, 1), 2)

@@ -119,7 +119,7 @@ def test_evaluates_in_its_own_mode_and_logs_what_it_gets(make: Make) -> None:
 @pytest.mark.slow
 def test_two_processes_equal_one(make: Make) -> None:
     fields = {"dropout": 0.5, "precision": "float32"}
-    one, two = make("one", **fields), make("two", **fields)
+    one, two = make("one", **fields), make("two", **fields, export_seconds=2.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -175,6 +175,16 @@ def test_refuses_micro_batches_that_do_not_divide_among_processes(
     with pytest.raises(ConfigError, match="sequences_per_step: got 4 for 3 processes"):
         train(make())
     assert not make().config.output.exists()
+
+
+def test_refuses_several_processes_on_one_device(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = this_process()
+    monkeypatch.setattr("hybrid.training.loop.this_process", lambda: process)
+    monkeypatch.setattr(type(process), "num_processes", 2)
+    with pytest.raises(ConfigError, match="device: got cuda:0 for 2 processes.*device=auto"):
+        train(make(device="cuda:0"))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from hybrid.protocols import DraftState
 from hybrid.training.data import Example
 from hybrid.training.self_diffusion.context import target_context
 from hybrid.training.self_diffusion.draft_model import DraftModel
-from hybrid.training.self_diffusion.recipe import DraftBatch, DraftLoss, draw_shown
+from hybrid.training.self_diffusion.loss import DraftBatch, DraftLoss
+from hybrid.training.self_diffusion.recipe import draw_shown
 
 TOKENS = random_prompts(24)[0]
 SEQUENCE = Example(tuple(TOKENS[:4]), tuple(TOKENS[4:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,15 @@ from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.errors import ConfigError
 from hybrid.models.adapter import DiffusionAdapter, load_adapter
 from hybrid.models.draft_input import MASKED
-from hybrid.models.loading import load_model
 from hybrid.models.tiny import tiny_checkpoint
-from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
 from hybrid.protocols import DraftState
 from hybrid.training.checkpoint import read_metrics
 from hybrid.training.loop import train
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 from hybrid.training.self_diffusion.context import target_context
-from hybrid.training.self_diffusion.draft_model import DraftModel
-from hybrid.training.self_diffusion.recipe import (
-    DraftLoss,
-    SelfDiffusionRecipe,
-    build,
-    slot_targets,
-)
+from hybrid.training.self_diffusion.loss import slot_targets
+from hybrid.training.self_diffusion.recipe import build
 from hybrid.types import Mode, Plan
 
 Make = Callable[..., SelfDiffusionConfig]
@@ -44,12 +37,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def answers(response: Iterable[int]) -> str:
+    """Return one answer to twelve prompts, as JSON lines."""
+    return "".join(f'{{"p": [1, {n}], "r": {[*response]}}}\n' for n in range(20, 32))
+
+
 def kind_config(make_config: Make, kind: str, **fields: Any) -> SelfDiffusionConfig:
     own = {"sampler_size": 0, "num_draft_tokens": 4, **KINDS[kind], **fields}
     if own.get("entry_layer") == 0:
         own["feature_layers"] = ()
     if "mask_token_id" in own:  # which must not occur in the data
-        own["lines"] = "".join(f'{{"p": [1, 2], "r": {list(range(6, 28))}}}\n' for _ in range(12))
+        own.setdefault("lines", answers(range(6, 28)))
     return make_config(**own)
 
 
@@ -106,19 +104,19 @@ def test_a_shown_token_costs_nothing(make_config: Make) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_drafts_what_the_engine_drafts(make_config: Make, kind: str) -> None:
-    """In float32, so that no near-tie of the two tells them apart."""
-    trained = build(kind_config(make_config, kind))
-    backbone = load_model(trained.config.model, dtype="float32", trainable=True).backbone
-    assert isinstance(backbone, NativeBackbone)
-    model = DraftModel(backbone, trained.module.model.config)
+    """In float32, so that no near-tie tells them apart; nine tokens occur in the answers."""
+    lines = answers([*range(6, 15), *range(6, 15)])
+    recipe = build(kind_config(make_config, kind, precision="float32", lines=lines))
+    model, backbone = recipe.module.model, recipe.module.model.backbone
     for value in model.parameters():
         torch.nn.init.normal_(value, std=0.3, generator=torch.Generator().manual_seed(1))
-    loss = DraftLoss(model, torch.arange(32), decay=4.0)
-    example = trained._held_out[0]
-    recipe = SelfDiffusionRecipe(trained.config, loss, [], [example], "")
+    tensors = model.adapter_tensors()
+    if not model.config.is_plain:
+        tensors["vocabulary"] = recipe.module.vocabulary
+    example = recipe._held_out[0]
     context = target_context(backbone, model.config, example)
-    adapter = DiffusionAdapter(backbone, model.config, model.adapter_tensors())
-    drafter = SelfDiffusionDrafter(backbone, adapter)
+    drafter = SelfDiffusionDrafter(backbone, DiffusionAdapter(backbone, model.config, tensors))
+    seen: set[int] = set()
     for anchor in (len(example.prompt), len(example.prompt) + 7):
         params = SamplingParams(max_new_tokens=20)
         engine, (row,) = make_engine(backbone, drafter, [example.tokens[:anchor]], params)
@@ -127,6 +125,8 @@ def test_evaluation_drafts_what_the_engine_drafts(make_config: Make, kind: str) 
         proposal = drafter.draft(DraftState([row], engine.cache, hidden), Plan(Mode.SPECULATIVE, 4))
         ours = recipe._draft(context, torch.tensor([anchor, anchor]))
         assert ours.tolist() == [proposal.tokens[0].tolist()] * 2
+        seen |= set(ours.flatten().tolist())
+    assert (max(seen) < 16) == (not model.config.is_plain), "a plain adapter drafts from all tokens"
 
 
 @pytest.mark.parametrize("kind", ["plain", "passes", "uniform"])
@@ -153,7 +153,7 @@ def test_it_learns_and_loses_nothing(make_config: Make, kind: str) -> None:
 def test_the_mask_token_is_a_free_one(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model", num_layers=2)
     data = tmp_path / "data.jsonl"
-    data.write_text('{"p": [1, 40], "r": [50, 60, 70, 2]}\n' * 5)
+    data.write_text("".join(f'{{"p": [1, {n}], "r": [50, 60, 70, 2]}}\n' for n in range(40, 45)))
     fields: dict[str, Any] = {
         "data": data, "output": tmp_path / "run", "model": str(model), "num_eval_sequences": 1,
         "entry_layer": 0, "feature_layers": (), "sampler_size": 0, "num_draft_tokens": 2,
@@ -161,7 +161,8 @@ def test_the_mask_token_is_a_free_one(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="no mask token and no special token"):
         build(SelfDiffusionConfig(**fields))
-    data.write_text('{"p": [40], "r": [50, 60, 70, 2]}\n' * 5)  # 1 is special, and free now
+    data.write_text("".join(f'{{"p": [{n}], "r": [50, 60, 70, 2]}}\n' for n in range(40, 45)))
+    # Token 1 is special, and free now.
     assert build(SelfDiffusionConfig(**fields)).module.model.config.mask_token_id == 1
     chosen = build(SelfDiffusionConfig(**fields, mask_token_id=99))
     assert chosen.module.model.config.mask_token_id == 99
@@ -193,7 +194,15 @@ def test_refuses_options_that_contradict(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"targets": []}, {"targets": ["q"]}, {"corruption": "x"}, {"num_passes": 0}]
+    "fields",
+    [
+        {"targets": []},
+        {"targets": ["q"]},
+        {"corruption": "x"},
+        {"num_passes": 0},
+        {"confidence_floor": 1.0},
+        {"preferred_draft_tokens": 0},
+    ],
 )
 def test_unknown_options_are_refused(make_config: Make, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
