@@ -67,8 +67,8 @@ class HybridDecoder:
             tokenizer: text in, text out.
             adapter: lets the backbone draft for itself.
             drafter: of strategy "speculative": a name, an object, the folder of a DFlash drafter (a
-                `Path` or "dflash:FOLDER"), or None for self-diffusion where there is an adapter
-                and n-gram lookup otherwise.
+                `Path` or "dflash:FOLDER"), or None for `combined` where there is an adapter and
+                n-gram lookup otherwise.
             verifier: a name or an object; "auto" is greedy for temperature 0, else rejection
                 sampling. Both are lossless.
             num_draft_tokens: K; None is the drafter's own (`preferred_draft_tokens` where it has

@@ -334,7 +334,7 @@ def test_names_of_the_parts():
     assert decoder(RandomTarget(16)).verifier_name == "auto"
     backbone = tiny_backbone("llama")
     with_adapter = HybridDecoder(backbone, adapter=random_adapter(backbone))
-    assert with_adapter.drafter_name == "self-diffusion"
+    assert with_adapter.drafter_name == "combined"
 
 
 def test_a_drafter_is_reset_for_each_call_and_k_is_its_own_at_most():
