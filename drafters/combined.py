@@ -21,7 +21,7 @@ from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 # How often a copied token was right by the length of the match, 1 to 6: greedy answers of the
 # default model to 400 of its adapter's training prompts. A match of six is nearly a promise, a
 # match of one is a guess.
-COPY_PRIORS = (0.2, 0.5, 0.65, 0.7, 0.75, 0.9)
+COPY_PRIORS = (0.2, 0.51, 0.65, 0.7, 0.75, 0.9)
 # The same for a masked slot: an acceptance length near 2 with three slots.
 DIFFUSION_PRIOR = 0.55
 # On the same answers a prior worth eight events predicted best. The memory holds twenty: enough to

@@ -85,7 +85,7 @@ def test_a_row_does_not_depend_on_the_batch(
 def test_the_answer_is_the_targets(kind: str, family: str) -> None:
     backbone = tiny_backbone(family)
     adapter = random_adapter(backbone, K, seed=3, **KINDS[kind])
-    decoder = HybridDecoder(backbone, adapter=adapter)
+    decoder = HybridDecoder(backbone, adapter=adapter, drafter="self-diffusion")
     prompts = random_prompts(9, 1, 17)
     ours = decoder.generate(prompts, max_new_tokens=24)
     plain = decoder.generate(prompts, strategy="ar", max_new_tokens=24)

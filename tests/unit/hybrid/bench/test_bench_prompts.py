@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from hybrid import HybridDecoder
@@ -62,3 +65,14 @@ def test_a_prompt_file_keeps_categories_and_repeated_prompts(tmp_path) -> None:
             read_prompts(file)
     with pytest.raises(ConfigError, match="prompts: .* cannot be read"):
         read_prompts(tmp_path / "none.jsonl")
+
+
+def test_no_held_out_prompt_was_trained_on() -> None:
+    folder = Path(__file__).parents[4] / "benchmarks"
+    trained, held_out = (
+        {json.loads(line)["prompt"] for line in (folder / name).read_text("utf-8").splitlines()}
+        for name in ("prompts-train.jsonl", "prompts-heldout.jsonl")
+    )
+    assert len(held_out) == 90
+    assert len(trained) > 3900
+    assert not trained & held_out
