@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from hybrid.cache.kv_cache import KVCache
+from hybrid.drafters.drawing import draw_token
 from hybrid.kernels.block_attention import block_attention
 from hybrid.models.dflash import Attend, DFlashModel, additive_mask, embed, head
 from hybrid.models.dflash_files import load_dflash
 from hybrid.protocols import Backbone, Cache, DraftState
-from hybrid.sampling import argmax, probs, process_logits, sample
+from hybrid.sampling import argmax
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 
@@ -162,26 +163,11 @@ class DFlashDrafter:
         return self._memories[cache]
 
     def _draw(self, row: SequenceState, logits: Tensor) -> tuple[list[int], Tensor]:
-        """Choose one row's tokens left to right, with the target's own transforms."""
+        """Choose one row's tokens left to right; also their laws [K, V]."""
         tokens: list[int] = []
         laws = []
         for slot in logits:
-            # Penalties count the tokens drafted so far, as the target's will.
-            processed = process_logits(
-                slot[None],
-                row.sampling,
-                [*row.tokens, *tokens],
-                row.num_prompt_tokens,
-                (),
-                self._backbone.eos_token_ids,
-            )[0]
-            if row.sampling.is_greedy:
-                token = int(processed.argmax())
-                law = torch.zeros_like(processed, dtype=torch.float32)
-                law[token] = 1.0
-            else:
-                law = probs(processed)
-                token = sample(law, row.generator)
+            token, law = draw_token(slot, row, tokens, self._backbone.eos_token_ids)
             tokens.append(token)
             laws.append(law)
         return tokens, torch.stack(laws)

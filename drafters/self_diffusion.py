@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from hybrid.attention.pattern import bidirectional, causal
+from hybrid.drafters.drawing import draw_token, point_mass
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.models.draft_input import MASKED, noise, reveal
 from hybrid.protocols import Backbone, DraftState, Entry
-from hybrid.sampling import argmax, probs, process_logits, sample
+from hybrid.sampling import argmax
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 
@@ -123,6 +124,7 @@ class SelfDiffusionDrafter:
         floor = self._floor if is_plain else 0.0
         lengths, certainty = [count] * len(rows), [1.0] * len(rows)
         chosen: list[Tensor] = []
+        drafted: list[list[int]] = [[] for _ in rows]  # the same on the host, of drawn tokens
         laws: list[Tensor] = []
         for slot in range(count):
             logits = head.logits(slots[:, slot], before) if at_once is None else at_once[:, slot]
@@ -137,9 +139,11 @@ class SelfDiffusionDrafter:
                 tokens = head.token_ids(argmax(logits))
                 tokens = torch.where(known[:, slot] == MASKED, tokens, known[:, slot])
             else:
-                drafted = [[int(t[b]) for t in chosen] for b in range(len(rows))]
                 logits = head.over_vocabulary(logits)
-                tokens, law = self._draw(rows, drafted, logits, known[:, slot].tolist())
+                drawn, law = self._draw(rows, drafted, logits, known[:, slot].tolist())
+                for ids, token in zip(drafted, drawn, strict=True):
+                    ids.append(token)
+                tokens = torch.tensor(drawn, device=logits.device)
                 laws.append(law)
             chosen.append(tokens)
             before = torch.stack([tokens, before[:, 0]], dim=1)
@@ -152,32 +156,20 @@ class SelfDiffusionDrafter:
         drafted: Sequence[Sequence[int]],
         logits: Tensor,
         known: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:
-        """Choose a token [B] for each row with the target's own transforms; also the laws [B, V].
+    ) -> tuple[list[int], Tensor]:
+        """Choose a token for each row; also their laws [B, V].
 
         Args:
             rows: the active rows.
-            drafted: tokens chosen so far; penalties count them, as the target's will.
+            drafted: tokens chosen so far.
             logits: [B, V] of the slot.
             known: the slot's tokens where an earlier pass has chosen them, or `MASKED`.
         """
-        tokens, laws = [], []
-        for b, row in enumerate(rows):
-            processed = process_logits(
-                logits[b : b + 1],
-                row.sampling,
-                [*row.tokens, *drafted[b]],
-                row.num_prompt_tokens,
-                (),
-                self._backbone.eos_token_ids,
-            )[0]
-            if row.sampling.is_greedy or known[b] != MASKED:
-                token = int(processed.argmax()) if known[b] == MASKED else known[b]
-                law = torch.zeros_like(processed, dtype=torch.float32)
-                law[token] = 1.0
-            else:
-                law = probs(processed)
-                token = sample(law, row.generator)
-            tokens.append(token)
-            laws.append(law)
-        return torch.tensor(tokens, device=logits.device), torch.stack(laws)
+        eos = self._backbone.eos_token_ids
+        pairs = [
+            draw_token(logits[b], row, drafted[b], eos)
+            if known[b] == MASKED
+            else (known[b], point_mass(known[b], logits[b]))
+            for b, row in enumerate(rows)
+        ]
+        return [token for token, _ in pairs], torch.stack([law for _, law in pairs])

@@ -5,47 +5,45 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from pydantic_core import to_jsonable_python
 
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.fetch import DEFAULT_MODEL
 from hybrid.models.store import DEFAULT_NAME, resolve
 from hybrid.training.config import TrainConfig
-from hybrid.training.files import replacing, write_json
+from hybrid.training.files import locked, replacing, write_json
 
 # These change nothing about the result; the data is known by its SHA-256.
-_FREE = {"data", "output", "device", "keep_contexts", "eval_every", "tensorboard"}
-_FREE |= {"preferred_draft_tokens", "confidence_floor"}  # how decoding is to use it
+_FREE = {
+    "data",
+    "output",
+    "device",
+    "keep_contexts",
+    "eval_every",
+    "tensorboard",
+    # How decoding is to use the result.
+    "preferred_draft_tokens",
+    "confidence_floor",
+}
 _OF_A_MODEL = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _SAMPLES = 4096
 
 
-@contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
+def only_run_in(folder: Path) -> AbstractContextManager[None]:
     """Create the folder, and keep other trainings out of it until the block ends.
 
     Raises:
         ConfigError: another training runs there.
         CheckpointError: the folder cannot be created.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=0).acquire()
-    except Timeout as error:
-        raise ConfigError(
-            f"output: another training runs in {folder}. Wait for it, or give another folder."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}. Give another one.") from error
-    with lock:
-        yield
+    busy = f"another training runs in {folder}. Wait for it, or give another folder."
+    return locked(folder / ".lock", folder, busy)
 
 
 def model_sha256(model: str) -> str:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-from filelock import FileLock, Timeout
 from pydantic import Field
 
 from hybrid.config import Config
@@ -25,7 +24,7 @@ from hybrid.params import SamplingParams
 from hybrid.prompt_files import numbered_lines, parse, prompt_ids, read_bytes
 from hybrid.training.batches import decode_in_order
 from hybrid.training.config import Positive
-from hybrid.training.files import write_json
+from hybrid.training.files import locked, write_json
 from hybrid.training.prompts import Prompt, Prompts, prompt_key
 from hybrid.training.recipe import generator
 from hybrid.types import SequenceState
@@ -133,25 +132,15 @@ def generate(
         return _generate(prompts, config, load, report)
 
 
-@contextmanager
-def only_run_to(output: Path) -> Iterator[None]:
+def only_run_to(output: Path) -> AbstractContextManager[None]:
     """Keep other runs from writing a file until the block ends; its folder is created.
 
     Raises:
         ConfigError: another run writes it.
         CheckpointError: the folder cannot be written.
     """
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0).acquire()
-    except Timeout as error:
-        raise ConfigError(
-            f"output: another run writes {output}. Wait for it, or give another output."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{output} cannot be written: {error}. Give another one.") from error
-    with lock:
-        yield
+    busy = f"another run writes {output}. Wait for it, or give another output."
+    return locked(output.with_name(f".{output.name}.lock"), output, busy)
 
 
 def _generate(prompts: Prompts, config: GenerateConfig, load: Load, report: Report) -> Generated:

@@ -14,15 +14,16 @@ from torch import Tensor
 from hybrid.attention.pattern import causal
 from hybrid.errors import ConfigError
 from hybrid.models.dflash import DFlashModel, DFlashSpec, spread_layers
-from hybrid.models.loading import LoadedModel, load_model
+from hybrid.models.loading import LoadedModel
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training.config import TrainConfig
-from hybrid.training.data import Example, data_sha256, read_examples, split_examples
+from hybrid.training.data import Example, data_sha256, split_examples
 from hybrid.training.dflash.config import DFlashConfig
 from hybrid.training.dflash.export import export_dflash
 from hybrid.training.dflash.module import Blocks, DFlashTraining, start_from_target
 from hybrid.training.loop import autocast
 from hybrid.training.mask_token import Vocabulary, choose_mask_token
+from hybrid.training.native import load_native
 from hybrid.training.recipe import generator
 from hybrid.types import Write
 
@@ -121,20 +122,7 @@ def build(config: TrainConfig) -> DFlashRecipe:
     """
     assert isinstance(config, DFlashConfig)
     sha256 = data_sha256(config.data)  # before the model: it may have to be fetched
-    dtype = "bfloat16" if config.precision == "bf16" else "float32"
-    loaded = load_model(config.model, device=config.device, dtype=dtype, trainable=True)
-    backbone = loaded.backbone
-    if not isinstance(backbone, NativeBackbone):
-        raise ConfigError(
-            f"model: {config.model} runs on the Hugging Face backbone, expected a native family "
-            "(`hybrid list`)."
-        )
-    examples = read_examples(
-        config.data,
-        vocab_size=backbone.vocab_size,
-        max_length=min(config.max_length, backbone.max_seq_len),
-        tokenizer=loaded.tokenizer,
-    )
+    loaded, backbone, examples = load_native(config)
     train, held_out = split_examples(examples, config.num_eval_sequences)
     spec = draft_spec(config, backbone, _mask_token(config, loaded, examples))
     with torch.random.fork_rng(devices=[]):

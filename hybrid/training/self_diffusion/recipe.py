@@ -20,12 +20,13 @@ from hybrid.errors import ConfigError
 from hybrid.models.draft_config import DraftConfig, base_shape
 from hybrid.models.draft_input import MASKED, noise, reveal
 from hybrid.models.linear import PACKED_ROWS
-from hybrid.models.loading import LoadedModel, load_model
+from hybrid.models.loading import LoadedModel
 from hybrid.models.store import public_name
 from hybrid.models.transformer import NativeBackbone
 from hybrid.training.config import TrainConfig
-from hybrid.training.data import Example, data_sha256, read_examples, split_examples
+from hybrid.training.data import Example, data_sha256, split_examples
 from hybrid.training.mask_token import Vocabulary, choose_mask_token
+from hybrid.training.native import load_native
 from hybrid.training.recipe import generator
 from hybrid.training.self_diffusion.card import write_card
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
@@ -158,20 +159,7 @@ def build(config: TrainConfig) -> SelfDiffusionRecipe:
     """
     assert isinstance(config, SelfDiffusionConfig)
     sha256 = data_sha256(config.data)  # before the model: it may have to be fetched
-    dtype = "bfloat16" if config.precision == "bf16" else "float32"
-    loaded = load_model(config.model, device=config.device, dtype=dtype, trainable=True)
-    backbone = loaded.backbone
-    if not isinstance(backbone, NativeBackbone):
-        raise ConfigError(
-            f"model: {config.model} runs on the Hugging Face backbone, expected a native family "
-            "(`hybrid list`)."
-        )
-    examples = read_examples(
-        config.data,
-        vocab_size=backbone.vocab_size,
-        max_length=min(config.max_length, backbone.max_seq_len),
-        tokenizer=loaded.tokenizer,
-    )
+    loaded, backbone, examples = load_native(config)
     train, held_out = split_examples(examples, config.num_eval_sequences)
     if (config.draft_vocab_size or 0) > backbone.vocab_size:
         raise ConfigError(

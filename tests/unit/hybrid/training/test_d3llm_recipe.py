@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from recipe_checks import (
+    check_card_names_a_hub_model_whole,
+    check_card_shows_the_last_evaluation,
+    check_evaluates_in,
+    each_precision,
+)
 from transformers import AutoModelForCausalLM
 
 from hybrid.errors import ConfigError
@@ -268,48 +274,21 @@ def test_the_export_computes_what_was_trained(make: Make, folder: Path, merge: b
     assert str(config.output.parent) not in card
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32)]
-)
+@each_precision
 def test_evaluates_in_the_precision_that_it_trains_in(
     make: Make, precision: str, dtype: torch.dtype
 ) -> None:
     recipe = build(make(precision=precision))
-    seen = set()
-    recipe.module.trainable.model.register_forward_hook(
-        lambda module, args, out: seen.add(out.logits.dtype)
-    )
-    recipe.evaluate()
-    assert seen == {dtype}
+    check_evaluates_in(dtype, recipe, recipe.module.trainable.model, lambda out: out.logits)
 
 
 def test_the_card_shows_the_last_evaluation_and_makes_none(make: Make) -> None:
-    recipe, rows = build(make(steps=2, eval_every=1)), []
-    measured, evaluate = [], recipe.evaluate
-
-    def counted() -> dict[str, Any]:
-        measured.append(evaluate())
-        return measured[-1]
-
-    recipe.evaluate = counted
-    card = (train(recipe, rows.append) / "README.md").read_text()
-    assert len(measured) == 2
-    for name in ("held_out_loss", "tokens_per_forward", "agreement"):
-        assert f"| {rows[-1][name]} |" in card
-    recipe.config.output.joinpath("metrics.jsonl").unlink()
-    card = (recipe.export(recipe.config.output) / "README.md").read_text()
-    assert "| not measured |" in card
+    names = ("held_out_loss", "tokens_per_forward", "agreement")
+    check_card_shows_the_last_evaluation(build(make(steps=2, eval_every=1)), names)
 
 
 def test_the_card_names_a_hub_model_whole(make: Make) -> None:
-    recipe = build(make(steps=1))
-    recipe.config = recipe.config.model_copy(
-        update={"model": "some/base", "teacher": "some/teacher"}
-    )
-    card = (recipe.export(recipe.config.output) / "README.md").read_text()
-    assert "base_model: some/base\n" in card
-    assert '"model": "some/base"' in card
-    assert '"teacher": "some/teacher"' in card
+    check_card_names_a_hub_model_whole(build(make(steps=1)), teacher="some/teacher")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from recipe_checks import (
+    check_card_names_a_hub_model_whole,
+    check_evaluates_in,
+    each_precision,
+)
 from safetensors.torch import load_file, save_file
 
 from hybrid import HybridDecoder
@@ -252,25 +257,16 @@ def test_bf16_and_distillation_train(make: Make) -> None:
     assert load_file(folder / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32)]
-)
+@each_precision
 def test_evaluates_in_the_precision_that_it_trains_in(
     make: Make, precision: str, dtype: torch.dtype
 ) -> None:
     recipe = build(make(precision=precision))
-    seen = set()
-    recipe.module.model.fc.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
-    recipe.evaluate()
-    assert seen == {dtype}
+    check_evaluates_in(dtype, recipe, recipe.module.model.fc, lambda out: out)
 
 
 def test_the_card_names_a_hub_model_whole(make: Make) -> None:
-    recipe = build(make(steps=1))
-    recipe.config = recipe.config.model_copy(update={"model": "some/base"})
-    card = (recipe.export(recipe.config.output) / "README.md").read_text()
-    assert "base_model: some/base\n" in card
-    assert '"model": "some/base"' in card
+    check_card_names_a_hub_model_whole(build(make(steps=1)))
 
 
 @pytest.mark.parametrize(

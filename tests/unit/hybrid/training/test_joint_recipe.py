@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from recipe_checks import (
+    check_card_names_a_hub_model_whole,
+    check_card_shows_the_last_evaluation,
+    check_evaluates_in,
+    each_precision,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -206,45 +212,21 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(make: MakeConfig) -> No
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32)]
-)
+@each_precision
 def test_evaluates_in_the_precision_that_it_trains_in(
     make: MakeConfig, precision: str, dtype: torch.dtype
 ) -> None:
     recipe = build(make(precision=precision))
-    seen = set()
-    recipe.module.trainable.model.register_forward_hook(
-        lambda module, args, out: seen.add(out.logits.dtype)
-    )
-    recipe.evaluate()
-    assert seen == {dtype}
+    check_evaluates_in(dtype, recipe, recipe.module.trainable.model, lambda out: out.logits)
 
 
 def test_the_card_shows_the_last_evaluation_and_makes_none(make: MakeConfig) -> None:
-    recipe, rows = build(make(steps=2, eval_every=1)), []
-    measured, evaluate = [], recipe.evaluate
-
-    def counted() -> dict[str, Any]:
-        measured.append(evaluate())
-        return measured[-1]
-
-    recipe.evaluate = counted
-    card = (train(recipe, rows.append) / "README.md").read_text()
-    assert len(measured) == 2
-    for name in ("eval_ar_loss", "eval_diffusion_loss", "expected_acceptance_length"):
-        assert f"| {rows[-1][name]} |" in card
-    recipe.config.output.joinpath("metrics.jsonl").unlink()
-    card = (recipe.export(recipe.config.output) / "README.md").read_text()
-    assert "| not measured |" in card
+    names = ("eval_ar_loss", "eval_diffusion_loss", "expected_acceptance_length")
+    check_card_shows_the_last_evaluation(build(make(steps=2, eval_every=1)), names)
 
 
 def test_the_card_names_a_hub_model_whole(make: MakeConfig) -> None:
-    recipe = build(make(steps=1))
-    recipe.config = recipe.config.model_copy(update={"model": "some/base"})
-    card = (recipe.export(recipe.config.output) / "README.md").read_text()
-    assert "base_model: some/base\n" in card
-    assert '"model": "some/base"' in card
+    check_card_names_a_hub_model_whole(build(make(steps=1)))
 
 
 def test_bf16_trains_too(make: MakeConfig) -> None:

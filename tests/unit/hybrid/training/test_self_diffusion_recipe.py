@@ -14,7 +14,7 @@ from hybrid import HybridDecoder
 from hybrid.errors import ConfigError
 from hybrid.models.draft_config import read_adapter
 from hybrid.models.loading import load_model
-from hybrid.training import recipes
+from hybrid.training import native, recipes
 from hybrid.training.checkpoint import read_metrics
 from hybrid.training.data import Example
 from hybrid.training.loop import train
@@ -280,7 +280,7 @@ def test_missing_data_is_refused_before_the_model_is_fetched(
 ) -> None:
     config = make_config()
     config.data.unlink()
-    monkeypatch.setattr(module, "load_model", lambda *_, **__: pytest.fail("fetched the model"))
+    monkeypatch.setattr(native, "load_model", lambda *_, **__: pytest.fail("fetched the model"))
     with pytest.raises(ConfigError, match="data: .* cannot be read: No such file"):
         build(config)
 
