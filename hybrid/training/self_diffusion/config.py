@@ -5,6 +5,7 @@ Next: hybrid/training/self_diffusion/draft_model.py.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -53,6 +54,8 @@ class SelfDiffusionConfig(TrainConfig):
         decay: the loss of slot j weighs exp(-(j - 1) / decay).
         distillation: weight of the KL divergence from the target's distribution; the
             cross-entropy with its tokens has the rest.
+        init_from: adapter folder to begin with instead of nothing; it must have the shape that the
+            fields above ask for, and its vocabulary is kept.
         keep_contexts: keep what the target computed of each sequence in memory (about 12 KiB per
             token of the default model) instead of computing it again.
     """
@@ -76,6 +79,7 @@ class SelfDiffusionConfig(TrainConfig):
     anchors_per_sequence: Positive = 32
     decay: Rate = 4.0
     distillation: _Share = 0.0
+    init_from: Path | None = None
     keep_contexts: bool = False
 
     def layers(self, num_layers: int) -> tuple[int, tuple[int, ...]]:

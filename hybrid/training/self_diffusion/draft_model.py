@@ -6,6 +6,7 @@ against it. Next: hybrid/training/self_diffusion/recipe.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -290,6 +291,11 @@ class DraftModel(nn.Module):
                 tensors[f"{lora_prefix(index, name)}.lora_A.weight"] = pair.a
                 tensors[f"{lora_prefix(index, name)}.lora_B.weight"] = pair.b
         return {name: value.detach() for name, value in tensors.items()}
+
+    def load_adapter_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the parameters to tensors named as `adapter_tensors` names them, of its shapes."""
+        for name, parameter in self.adapter_tensors().items():
+            parameter.copy_(tensors[name])
 
 
 def _check(backbone: NativeBackbone, config: DraftConfig) -> None:

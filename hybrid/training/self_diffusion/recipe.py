@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import ConfigError
-from hybrid.models.draft_config import DraftConfig, base_shape
+from hybrid.models.draft_config import DraftConfig, base_shape, read_adapter
 from hybrid.models.draft_input import MASKED, noise, reveal
 from hybrid.models.linear import PACKED_ROWS
 from hybrid.models.loading import LoadedModel
@@ -169,9 +169,15 @@ def build(config: TrainConfig) -> SelfDiffusionRecipe:
     shape, vocabulary = _with_vocabulary(
         _draft_config(config, loaded, {t for e in examples for t in e.tokens}), train
     )
+    start = None
+    if config.init_from is not None:
+        start = _read_start(config.init_from, shape)
+        vocabulary = start.get("vocabulary", vocabulary).long()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = DraftModel(backbone, shape).to(backbone.device)
+    if start is not None:
+        model.load_adapter_tensors(start)
     module = DraftLoss(
         model,
         vocabulary.to(backbone.device),
@@ -207,6 +213,22 @@ def _draft_config(
         preferred_draft_tokens=config.preferred_draft_tokens,
         confidence_floor=config.confidence_floor,
     )
+
+
+def _read_start(folder: Path, shape: DraftConfig) -> dict[str, Tensor]:
+    """Return the tensors of an adapter of this shape; what it prefers may differ."""
+    found, tensors = read_adapter(folder)
+    prefers = {f: getattr(shape, f) for f in ("preferred_draft_tokens", "confidence_floor")}
+    wanted, got = shape.to_dict(), replace(found, **prefers).to_dict()
+    differs = ", ".join(
+        f"{k} {got[k]!r} instead of {v!r}" for k, v in wanted.items() if got[k] != v
+    )
+    if differs:
+        raise ConfigError(
+            f"init_from: got {folder}, an adapter with {differs}. Expected one of the shape that "
+            "is to be trained: set these fields to its values, or leave init_from out."
+        )
+    return tensors
 
 
 def _with_vocabulary(shape: DraftConfig, examples: Sequence[Example]) -> tuple[DraftConfig, Tensor]:

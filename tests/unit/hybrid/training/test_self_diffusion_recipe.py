@@ -347,3 +347,28 @@ def test_the_layers_follow_the_model(num_layers: int) -> None:
     assert all(0 <= layer < num_layers for layer in features)
     chosen = config.replace(entry_layer=0)
     assert chosen.layers(num_layers) == (0, ())
+
+
+def test_a_run_may_begin_with_an_adapter(make_config: Make) -> None:
+    first = make_config("first")
+    train(build(first))
+    adapter = first.output / "adapter"
+    config, tensors = read_adapter(adapter)
+    second = build(make_config("second", init_from=adapter, seed=9, confidence_floor=0.2))
+    begun = second.module.model.adapter_tensors()
+    for name, value in begun.items():
+        torch.testing.assert_close(value, tensors[name].float(), rtol=0, atol=0)
+    if "vocabulary" in tensors:
+        assert second.module.vocabulary.tolist() == tensors["vocabulary"].tolist()
+    # What it prefers is the new run's.
+    assert second.module.model.config.confidence_floor == 0.2
+    assert second.module.model.config.entry_layer == config.entry_layer
+
+
+def test_an_adapter_of_another_shape_is_no_beginning(make_config: Make) -> None:
+    first = make_config("first")
+    train(build(first))
+    adapter = first.output / "adapter"
+    rank = first.rank
+    with pytest.raises(ConfigError, match=rf"init_from: .*rank {rank} instead of {rank + 1}"):
+        build(make_config("second", init_from=adapter, rank=rank + 1))
