@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hybrid.params import SamplingParams
-from hybrid.types import Plan, Proposal, SequenceState, StepRecord, Verdict, Write
+from hybrid.types import Context, Plan, Proposal, SequenceState, StepRecord, Verdict, Write
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,15 @@ class Backbone(Protocol):
             independent of other rows and bounds the memory of its attention mask.
         eos_token_ids: ids that end an answer.
         mask_token_id: the vocabulary's mask id, None when it has none.
-        logit_shift: 1 when row i predicts token i+1 (AR, Dream), 0 when it predicts token i.
+        context: what a committed token sees; it decides whether cached K/V are exact.
+        can_verify: trained with a causal AR loss on clean text, so that a causal pass says what AR
+            decoding would.
+        block_size: positions per diffusion block that the weights were trained for; None when
+            there are no blocks, or any will do.
+        logit_shift: what the row of a masked slot at position i predicts: 0 is token i (LLaDA), 1
+            is token i + 1 (Dream), so slot i is read from row i - 1. Rows of an AR pass always
+            predict token i + 1.
+        default_strategy: name of the strategy that the weights are meant for.
     """
 
     vocab_size: int
@@ -102,7 +110,11 @@ class Backbone(Protocol):
     prefill_chunk: int
     eos_token_ids: tuple[int, ...]
     mask_token_id: int | None
+    context: Context
+    can_verify: bool
+    block_size: int | None
     logit_shift: int
+    default_strategy: str
     device: torch.device
     dtype: torch.dtype
 
@@ -129,8 +141,10 @@ class Backbone(Protocol):
         *,
         write: Write = Write.SCRATCH,
         num_logits: int | None = None,
+        logits_at: Tensor | None = None,
         taps: Sequence[int] = (),
         entry: Entry | None = None,
+        features: Sequence[Any] | None = None,
     ) -> ForwardOutput:
         """Run T new tokens of B rows.
 
@@ -140,10 +154,15 @@ class Backbone(Protocol):
             pattern: which cached positions and which new tokens each new token sees.
             cache: from `new_cache`; new K/V go to the scratch positions of each row.
             rows: cache row of each batch row.
-            write: COMMIT also makes the new K/V part of the rows.
+            write: COMMIT also makes the new K/V part of the rows. REFRESH overwrites the committed
+                K/V at `position_ids`; each token then sees the first `prefix_len` positions of its
+                row, the refreshed ones among them, and `local` says nothing.
             num_logits: how many of the last tokens get logits; None is all of them.
+            logits_at: [B, n] which tokens get logits, instead of `num_logits`.
             taps: layers whose output is wanted.
             entry: begin at a later layer.
+            features: of each row, what layers added to its tokens in earlier passes
+                (hybrid/models/feature_cache.py); T tokens from the row's first on.
 
         Raises:
             CapacityError: the new tokens do not fit the cache.

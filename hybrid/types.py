@@ -29,6 +29,17 @@ class Mode(str, Enum):
     DIFFUSION = "diffusion"
 
 
+class Context(str, Enum):
+    """What a committed token sees, by the training of the model's weights."""
+
+    CAUSAL = "causal"
+    """What precedes it: its K/V never change. A model of this kind may still fill masks."""
+    BLOCK_CAUSAL = "block-causal"
+    """Its own block and what precedes that: K/V of finished blocks never change."""
+    BIDIRECTIONAL = "bidirectional"
+    """Everything, masks that follow it too: cached K/V are an approximation."""
+
+
 class Source(str, Enum):
     """Where a token came from."""
 
@@ -41,10 +52,11 @@ class Source(str, Enum):
 
 
 class Write(str, Enum):
-    """Where a pass puts its new K/V: final rows, or rows that only this pass sees."""
+    """Where a pass puts its K/V: in rows that stay, in scratch, or over rows that are there."""
 
     COMMIT = "commit"
     SCRATCH = "scratch"
+    REFRESH = "refresh"
 
 
 @dataclass(slots=True)
@@ -146,6 +158,21 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Slot:
+    """One slot of a canvas while it is denoised.
+
+    Attributes:
+        position: in the text, prompt included.
+        token: its id, None while it is masked.
+        confidence: probability of the token when it was committed, 0 while it is masked.
+    """
+
+    position: int
+    token: int | None
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
 class RowStep:
     """What one step did to one row.
 
@@ -159,6 +186,7 @@ class RowStep:
         entropies: entropy of the draft distribution per proposed token, or empty.
         logprobs: log-probability of each committed token when asked for, or empty.
         top_logprobs: per committed token {id: log-probability} of the most probable, or empty.
+        slots: what is being denoised, committed or masked; empty in other modes.
         finish_reason: set when the row ended in this step.
     """
 
@@ -171,6 +199,7 @@ class RowStep:
     entropies: tuple[float, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Mapping[int, float], ...] = ()
+    slots: tuple[Slot, ...] = ()
     finish_reason: str | None = None
 
 
@@ -183,6 +212,7 @@ class StepRecord:
         rows: one entry per active row.
         num_draft_forwards: backbone passes of the draft.
         num_verify_forwards: target passes (1, also for prefill and AR).
+        num_denoise_forwards: passes of a diffusion preset that fill masked slots.
         width: tokens per row in the target pass.
         forward_seconds: wall time of the target passes.
         draft_seconds: wall time of the drafter.
@@ -193,6 +223,7 @@ class StepRecord:
     rows: tuple[RowStep, ...]
     num_draft_forwards: int = 0
     num_verify_forwards: int = 1
+    num_denoise_forwards: int = 0
     width: int = 1
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -209,6 +240,7 @@ class Stats:
     num_prefill_forwards: int = 0
     num_draft_forwards: int = 0
     num_verify_forwards: int = 0
+    num_denoise_forwards: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     acceptance_length: float = 0.0

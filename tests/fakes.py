@@ -59,7 +59,7 @@ from hybrid.params import SamplingParams
 from hybrid.protocols import PREFILL_CHUNK, ForwardOutput
 from hybrid.registry import load
 from hybrid.router.fixed import FixedRouter
-from hybrid.types import SequenceState, Write
+from hybrid.types import Context, SequenceState, Write
 
 BYTES = Tokenizer(byte_tokenizer())
 BYTE_VOCAB = BYTES.vocab_size
@@ -99,7 +99,8 @@ class TokenCache:
 class FakeTarget:
     """A backbone whose logits are `law(tokens so far)`. It checks what the loop asks of it."""
 
-    num_layers, hidden_size, mask_token_id, logit_shift = 1, 1, None, 1
+    num_layers, hidden_size, mask_token_id, logit_shift = 1, 1, None, 0
+    context, can_verify, block_size, default_strategy = Context.CAUSAL, True, None, "speculative"
     weight_nbytes, prefill_chunk = 0, PREFILL_CHUNK
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -135,6 +136,7 @@ class FakeTarget:
         *,
         write: Write = Write.SCRATCH,
         num_logits: int | None = None,
+        logits_at: Tensor | None = None,
         taps: Sequence[int] = (),
         entry: Any = None,
     ) -> ForwardOutput:
@@ -144,6 +146,7 @@ class FakeTarget:
         num_tokens = input_ids.shape[1]
         assert pattern.is_causal
         assert entry is None
+        assert logits_at is None
         assert ((input_ids >= 0) & (input_ids < self.vocab_size)).all()
         logits = torch.empty(len(rows), num_tokens, self.vocab_size)
         for b, row in enumerate(rows):

@@ -25,11 +25,13 @@ class AttentionPattern:
             row differ.
         local: [T, T] or [B, T, T] boolean, True where query (second to last axis) sees key.
         is_causal: `local` is the lower triangle (kernels may use a shortcut).
+        is_full: `local` hides nothing (likewise).
     """
 
     prefix_len: tuple[int, ...] | tuple[tuple[int, ...], ...]
     local: Tensor
     is_causal: bool = False
+    is_full: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +44,7 @@ class AttentionPattern:
         return prefix if isinstance(prefix, int) else max(prefix, default=0)
 
     def row_mask(self, row: int, *, window: int | None = None) -> Tensor | None:
-        """Return one row's dense mask, or None when a lone token sees everything.
+        """Return one row's dense mask, or None when every token sees everything.
 
         Args:
             row: index in the batch.
@@ -54,7 +56,12 @@ class AttentionPattern:
         """
         num_tokens, prefix = self.num_tokens, self.prefix_len[row]
         width = self.row_prefix(row)
-        if num_tokens == 1 and (window is None or width < window) and isinstance(prefix, int):
+        sees_all = num_tokens == 1 or self.is_full
+        if (
+            sees_all
+            and isinstance(prefix, int)
+            and (window is None or width + num_tokens <= window)
+        ):
             return None
         local = self.local if self.local.ndim == 2 else self.local[row]
         mask = torch.ones(num_tokens, width + num_tokens, dtype=torch.bool, device=local.device)
@@ -76,12 +83,12 @@ def causal(prefix_len: Sequence[int], num_tokens: int) -> AttentionPattern:
 
 def bidirectional(prefix_len: Sequence[int], num_tokens: int) -> AttentionPattern:
     """Diffusion draft: the anchor and the masked slots see the cache and each other."""
-    return AttentionPattern(tuple(prefix_len), _ones(num_tokens))
+    return AttentionPattern(tuple(prefix_len), _ones(num_tokens), is_full=True)
 
 
 def full_sequence(batch: int, num_tokens: int) -> AttentionPattern:
     """LLaDA, Dream: no cache, everything sees everything."""
-    return AttentionPattern((0,) * batch, _ones(num_tokens))
+    return bidirectional((0,) * batch, num_tokens)
 
 
 def block_causal(
@@ -159,4 +166,4 @@ def padded(
 
 
 def _ones(num_tokens: int) -> Tensor:
-    return torch.ones(num_tokens, num_tokens, dtype=torch.bool)
+    return torch.ones((), dtype=torch.bool).expand(num_tokens, num_tokens)

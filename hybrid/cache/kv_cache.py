@@ -68,25 +68,16 @@ class KVCache(Rows):
         first = self.lengths[row]
         self.data[layer, :, row, :, first : first + key_value.shape[2]] = key_value
 
-    def refresh(self, layer: int, row: int, start: int, key_value: Tensor) -> None:
+    def refresh(self, layer: int, row: int, positions: Tensor, key_value: Tensor) -> None:
         """Overwrite committed K/V in place; the row's length stays.
 
         Args:
             layer: layer index.
             row: cache row.
-            start: first position.
+            positions: [T] distinct; `require_committed` says whether they may be overwritten.
             key_value: [2, G, T, D].
-
-        Raises:
-            CapacityError: the range is not wholly committed.
         """
-        end = start + key_value.shape[2]
-        if not 0 <= start <= end <= self.lengths[row]:
-            raise CapacityError(
-                f"KV cache: cannot refresh positions {start} to {end} of row {row}, it holds "
-                f"{self.lengths[row]}."
-            )
-        self.data[layer, :, row, :, start:end] = key_value
+        self.data[layer, :, row].index_copy_(2, positions, key_value)
 
     def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Return views of the first `length` positions, scratch included: K, V [G, length, D].

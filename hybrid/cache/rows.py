@@ -31,6 +31,18 @@ class Rows:
                 "Shorten the prompt or allocate more."
             )
 
+    def require_committed(self, row: int, end: int) -> None:
+        """Check that positions up to `end` (exclusive) are committed.
+
+        Raises:
+            CapacityError: they are not.
+        """
+        if end > self.lengths[row]:
+            raise CapacityError(
+                f"KV cache: cannot refresh row {row} up to position {end}, it holds "
+                f"{self.lengths[row]}."
+            )
+
     def require_length(self, row: int, length: int) -> None:
         """Check that the row can be cut to `length`.
 

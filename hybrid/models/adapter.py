@@ -8,6 +8,9 @@ the draft pass and, unless the adapter is plain, what PEFT does not know:
     adapter_config.json   adapter_model.safetensors    LoRA in PEFT's layout
     draft_config.json     draft_model.safetensors      slots, features, norms, head
 
+A model that was trained to fill masks beside its AR mode (Nemotron-Labs-Diffusion) drafts with its
+own layers, or with those of a PEFT folder that has neither of the two files.
+
 Next: drafters/self_diffusion.py.
 """
 
@@ -16,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks
 from hybrid.models.draft_config import (
     ATTENTION,
@@ -29,15 +32,18 @@ from hybrid.models.draft_config import (
     DraftConfig,
     base_shape,
     lora_prefix,
+    plain_config,
     projection_shapes,
     read_adapter,
 )
 from hybrid.models.draft_head import DraftHead, SamplerHead
 from hybrid.models.draft_input import LateInput, TokenInput
+from hybrid.models.family_table import FAMILIES
 from hybrid.models.linear import PACKED_ROWS, DenseLinear, Linear, PackedLinear, make_linear
-
-if TYPE_CHECKING:
-    from hybrid.models.transformer import Layer, NativeBackbone
+from hybrid.models.lora_files import LowRank, is_peft, read_updates
+from hybrid.models.transformer import NativeBackbone
+from hybrid.models.weights import Layer
+from hybrid.protocols import Backbone
 
 
 class LoraLinear(Linear):
@@ -102,9 +108,21 @@ class DiffusionAdapter:
     """
 
     def __init__(
-        self, backbone: NativeBackbone, config: DraftConfig, tensors: Mapping[str, Tensor]
+        self,
+        backbone: NativeBackbone,
+        config: DraftConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        may_round: bool = True,
     ) -> None:
         """Bind `tensors` (names as on disk) to `backbone`.
+
+        Args:
+            backbone: whose layers it wraps.
+            config: its shape.
+            tensors: its weights.
+            may_round: False leaves the updates unmerged on a CPU too, in the backbone's precision:
+                drafts are then those of other implementations.
 
         Raises:
             CheckpointError: made for another model, or tensors are missing or misshapen.
@@ -121,7 +139,8 @@ class DiffusionAdapter:
             raise CheckpointError(f"Adapter: {problem} Its draft_config.json is damaged.")
         self.config, self.backbone, self._tensors = config, backbone, tensors
         # Plain weights are there to be trained, or on a GPU: no second copy of them.
-        self._merges = not isinstance(backbone.layers[config.entry_layer].qkv, DenseLinear)
+        is_trainable = isinstance(backbone.layers[config.entry_layer].qkv, DenseLinear)
+        self._merges = may_round and not is_trainable
         self.layers = [
             layer if index < config.entry_layer else self._wrap(index, layer)
             for index, layer in enumerate(backbone.layers)
@@ -208,8 +227,12 @@ class DiffusionAdapter:
             rows = (backbone.embedding if tied else backbone.head.dense())[vocabulary]
             output = self._linear(rows)
         norm = self._take("norm.weight", width) if self.config.train_norms else backbone.norm
+        barred = self.config.mask_token_id
+        if vocabulary is not None and barred is not None:
+            found = (vocabulary == barred).nonzero().flatten().tolist()
+            barred = found[0] if found else None
         return DraftHead(
-            norm, backbone.spec.norm_eps, output, backbone.embedding, vocabulary, sampler
+            norm, backbone.spec.norm_eps, output, backbone.embedding, vocabulary, sampler, barred
         )
 
     def _lora(self, index: int, names: Sequence[str], base: Linear) -> Linear:
@@ -250,11 +273,39 @@ def _wrapped(base: Layer, layer: Layer) -> dict[str, Linear]:
 
 
 def load_adapter(backbone: NativeBackbone, path: str | Path) -> DiffusionAdapter:
-    """Load an adapter folder.
+    """Load an adapter folder: this project's, or PEFT's for a model that fills masks by itself.
 
     Raises:
         CheckpointError: missing or damaged files, or an adapter for another model.
+        ConfigError: a PEFT folder for a model that cannot draft by itself.
     """
     folder = Path(path)
+    if is_peft(folder) and backbone.mask_token_id is not None:
+        updates = read_updates(folder, FAMILIES[backbone.spec.family].names)
+        return _plain_drafts(backbone, updates)
     config, tensors = read_adapter(folder)
     return DiffusionAdapter(backbone, config, tensors)
+
+
+def own_drafts(backbone: Backbone) -> DiffusionAdapter:
+    """Return what a model drafts with that fills masks by itself: its layers as they are.
+
+    Raises:
+        ConfigError: it does not, or not through the native backbone.
+    """
+    return _plain_drafts(backbone, {})
+
+
+def _plain_drafts(backbone: Backbone, updates: Mapping[str, LowRank]) -> DiffusionAdapter:
+    if not isinstance(backbone, NativeBackbone) or backbone.mask_token_id is None:
+        raise ConfigError(
+            "self-diffusion: this model does not fill masks by itself. Give the folder of a "
+            "diffusion adapter (see `hybrid train self-diffusion`) or use drafter='ngram'."
+        )
+    if backbone.logit_shift:
+        raise ConfigError(
+            "self-diffusion: this model predicts a masked slot from the token before it, expected "
+            "one that predicts it in place. Use one of its own presets (`hybrid list presets`)."
+        )
+    config, tensors = plain_config(backbone, updates)
+    return DiffusionAdapter(backbone, config, tensors, may_round=False)

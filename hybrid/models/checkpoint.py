@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
+from hybrid.models.tensor_files import TensorFile
 
 INT4_GROUP = 32
 INT4_METHOD = "hybrid-q4_1"
@@ -292,10 +292,10 @@ class _SafetensorsFolder(Mapping[str, Weight]):
     """The tensors of one or several memory-mapped safetensors files."""
 
     def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
-        self._parts: dict[str, Any] = {}  # name on disk -> open file
+        self._parts: dict[str, TensorFile] = {}  # name on disk -> its file
         for name in files:
-            handle = _open_safetensors(folder / name)
-            self._parts.update(dict.fromkeys(handle.keys(), handle))
+            file = TensorFile(folder / name)
+            self._parts.update(dict.fromkeys(file.names(), file))
         # In order of the files, each weight in blocks once, under its own name.
         self._names = dict.fromkeys(_whole_name(part) for part in self._parts)
 
@@ -308,6 +308,9 @@ class _SafetensorsFolder(Mapping[str, Weight]):
             return Int8Blocks(*(self._load(f"{name}.{part}") for part in _INT8_PARTS))
         return Int4Blocks(*(self._load(f"{name}.{part}") for part in _INT4_PARTS))
 
+    def __contains__(self, name: object) -> bool:  # the inherited one would read the tensor
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -319,23 +322,9 @@ class _SafetensorsFolder(Mapping[str, Weight]):
             raise CheckpointError(
                 f"Weight in blocks without its part {part!r}: pull the model again."
             )
-        tensor: Tensor = self._parts[part].get_tensor(part)
-        return tensor
+        return self._parts[part].take(part)
 
 
 def _whole_name(part: str) -> str:
     name, _, suffix = part.rpartition(".")
     return name if suffix in {*_INT4_PARTS, *_INT8_PARTS} else part
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"Checkpoint {path.parent} lacks {path.name}, which its index names. Fetch it again."
-        ) from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is truncated or damaged ({error}). Delete it and fetch it again."
-        ) from error

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
+from hybrid.models.lora_files import LowRank
 from hybrid.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ PEFT_PREFIX = "base_model.model.model.layers"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 CORRUPTIONS = ("mask", "uniform")
+DEFAULT_BLOCK_SIZE = 32  # where the checkpoint names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class DraftConfig:
             pass through the whole model, and the slots enter as tokens.
         feature_layers: layers whose outputs at the predecessor are features of the input of late
             entry.
-        rank: r of the low-rank updates.
+        rank: r of the low-rank updates; 0 where there are none, the model drafts as it is.
         lora_alpha: their scale is lora_alpha / r.
         base: shape of the model it belongs to.
         preferred_draft_tokens: K to use when nobody asks for another; None is all that were
@@ -112,7 +114,7 @@ class DraftConfig:
         if enters_as_tokens == bool(self.feature_layers):
             expected = "none with entry_layer 0" if enters_as_tokens else "at least one layer"
             return f"feature_layers: got {self.feature_layers}, expected {expected}."
-        if not self.targets or not {*self.targets} <= {*ATTENTION, *MLP}:
+        if bool(self.targets) != bool(self.rank) or not {*self.targets} <= {*ATTENTION, *MLP}:
             names = ", ".join((*ATTENTION, *MLP))
             return f"targets: got {self.targets}, expected at least one of {names}."
         if self.corruption not in CORRUPTIONS:
@@ -176,6 +178,50 @@ def lora_prefix(layer: int, projection: str) -> str:
     """Return PEFT's name of a projection: its tensors are `.lora_A.weight`, `.lora_B.weight`."""
     block = "self_attn" if projection in ATTENTION else "mlp"
     return f"{PEFT_PREFIX}.{layer}.{block}.{projection}"
+
+
+def plain_config(
+    backbone: NativeBackbone, updates: Mapping[str, LowRank]
+) -> tuple[DraftConfig, dict[str, Tensor]]:
+    """Return a draft pass through the whole of a model that knows a mask token.
+
+    Args:
+        backbone: the model.
+        updates: what a draft pass adds to the model's layers; none is the model as it is.
+
+    Returns:
+        Its shape, with the block size of the model, and the tensors of the updates.
+
+    Raises:
+        CheckpointError: the updates are not of one rank, or not of the same layers everywhere.
+    """
+    projections, layers = (*ATTENTION, *MLP), range(backbone.num_layers)
+    tensors = {}
+    for layer, update in updates.items():
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = update.a
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = update.b
+    targets = tuple(n for n in projections if f"{lora_prefix(0, n)}.lora_A.weight" in tensors)
+    wanted = {f"{lora_prefix(n, t)}.lora_{x}.weight" for n in layers for t in targets for x in "AB"}
+    shapes = {(update.rank, update.scale) for update in updates.values()}
+    if wanted != tensors.keys() or len(shapes) > 1:
+        raise CheckpointError(
+            f"Adapter: got {len(updates)} updates ({min(updates)}, ...) of (rank, scale) "
+            f"{sorted(shapes)}; expected one of each, for the same of {', '.join(projections)} in "
+            "all layers."
+        )
+    rank, scale = shapes.pop() if shapes else (0, 0.0)
+    config = DraftConfig(
+        num_draft_tokens=(backbone.block_size or DEFAULT_BLOCK_SIZE) - 1,
+        entry_layer=0,
+        feature_layers=(),
+        rank=rank,
+        lora_alpha=scale * rank,
+        base=base_shape(backbone),
+        targets=targets,
+        train_norms=False,
+        mask_token_id=backbone.mask_token_id,
+    )
+    return config, tensors
 
 
 def read_adapter(folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:

@@ -45,6 +45,7 @@ class DraftHead:
         embedding: [V, C] of the target.
         vocabulary: [V'] ids of the output's rows, ascending; None when they are the vocabulary.
         sampler: None when the slots are independent.
+        barred: row of the output that is never drafted, the mask token's.
     """
 
     norm: Tensor
@@ -53,6 +54,7 @@ class DraftHead:
     embedding: Tensor
     vocabulary: Tensor | None
     sampler: SamplerHead | None
+    barred: int | None = None
 
     def logits(self, hidden: Tensor, before: Tensor | None) -> Tensor:
         """Return [N, V'] scores of each slot's tokens.
@@ -65,7 +67,10 @@ class DraftHead:
         if self.sampler is not None:
             assert before is not None
             hidden = self.sampler(hidden, F.embedding(before, self.embedding))
-        return self.output(F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.norm_eps))
+        logits = self.output(F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.norm_eps))
+        if self.barred is not None:
+            logits[:, self.barred] = float("-inf")
+        return logits
 
     def token_ids(self, index: Tensor) -> Tensor:
         """Return the ids of rows of the output."""

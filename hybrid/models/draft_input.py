@@ -102,6 +102,32 @@ def noise(seed: int, position: int, count: int, vocab_size: int) -> list[int]:
     return torch.randint(vocab_size, (count,), generator=draw).tolist()
 
 
+def reveal_sure(
+    logits: Tensor, vocabulary: Tensor | None, known: Tensor, threshold: float
+) -> Tensor:
+    """Fill in the slots whose most probable token reaches `threshold`, at least the surest.
+
+    A row that this would complete stays as it is: its last tokens are not told to a pass, they are
+    the draft's.
+
+    Args:
+        logits: [B, K, V'] of the slots.
+        vocabulary: see `reveal`.
+        known: [B, K] ids or `MASKED`, a masked slot in each row.
+        threshold: a probability.
+
+    Returns:
+        [B, K].
+    """
+    best, tokens = _surest(logits, vocabulary)
+    is_masked = known == MASKED
+    best = best.masked_fill(~is_masked, -1.0)
+    is_sure = (best >= threshold) & is_masked
+    is_sure.scatter_(1, best.argmax(dim=1, keepdim=True), True)
+    completes = (is_sure == is_masked).all(dim=1, keepdim=True)
+    return torch.where(is_sure & ~completes, tokens, known)
+
+
 def reveal(logits: Tensor, vocabulary: Tensor | None, known: Tensor, num_known: int) -> Tensor:
     """Fill in the slots whose most probable token is the surest, until `num_known` are known.
 
@@ -114,9 +140,14 @@ def reveal(logits: Tensor, vocabulary: Tensor | None, known: Tensor, num_known: 
     Returns:
         [B, K].
     """
-    best, column = logits.float().softmax(dim=-1).max(dim=-1)
-    tokens = column if vocabulary is None else vocabulary[column]
+    best, tokens = _surest(logits, vocabulary)
     is_known = known != MASKED
     surest = best.masked_fill(is_known, 2.0).topk(num_known, dim=1).indices
     tokens = torch.where(is_known, known, tokens)
     return torch.full_like(known, MASKED).scatter(1, surest, tokens.gather(1, surest))
+
+
+def _surest(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the probability and the id of each slot's most probable token, [B, K] both."""
+    best, column = logits.float().softmax(dim=-1).max(dim=-1)
+    return best, column if vocabulary is None else vocabulary[column]

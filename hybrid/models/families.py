@@ -1,80 +1,20 @@
-"""Model families: how a checkpoint's config becomes a `ModelSpec`.
+"""From a checkpoint's config to a `ModelSpec`, by the table of families.
 
-The four families here name their weights alike (`model.layers.N.self_attn.q_proj.weight`), so
-there is no name map yet. A config that the native backbone cannot represent is never
-approximated: `is_native` sends it to the Hugging Face backbone. Next: hybrid/models/transformer.py.
+A config that the native backbone cannot represent is never approximated: `is_native` sends it to
+the Hugging Face backbone. Next: hybrid/models/transformer.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
-from hybrid.errors import CheckpointError, did_you_mean
+from hybrid.errors import CheckpointError
+from hybrid.models import config_fields
 from hybrid.models.checkpoint import token_ids
+from hybrid.models.family_table import FAMILIES, Family
 from hybrid.models.rope import parse_rope
-from hybrid.models.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What one `model_type` means beyond its config file.
-
-    Attributes:
-        defaults: values of keys that the config leaves out, as transformers' class has them.
-        qkv_bias: q, k, v have biases; None means the config's `attention_bias` says so.
-        o_bias: the attention output has one; None as above.
-        has_mlp_bias: the config's `mlp_bias` counts.
-        qk_norm: q and k are normalised per head.
-        window: which layers slide: "none", "all", or "layers" (`use_sliding_window` and friends).
-    """
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: bool | None = False
-    o_bias: bool | None = False
-    has_mlp_bias: bool = False
-    qk_norm: bool = False
-    window: str = "none"
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llama": Family(
-            {"max_position_embeddings": 2048, "eos_token_id": 2},
-            qkv_bias=None,
-            o_bias=None,
-            has_mlp_bias=True,
-        ),
-        "qwen2": Family(
-            {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-            qkv_bias=True,
-            window="layers",
-        ),
-        "qwen3": Family(
-            {
-                "num_key_value_heads": 32,
-                "head_dim": 128,
-                "max_position_embeddings": 32768,
-                "sliding_window": 4096,
-            },
-            qkv_bias=None,
-            o_bias=None,
-            qk_norm=True,
-            window="layers",
-        ),
-        "mistral": Family(
-            {
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 131072,
-                "sliding_window": 4096,
-                "eos_token_id": 2,
-            },
-            window="all",
-        ),
-    }
-)
+from hybrid.models.spec import ModelSpec, RopeSpec
 
 
 def is_native(config: Mapping[str, Any]) -> bool:
@@ -88,6 +28,11 @@ def why_not_native(config: Mapping[str, Any]) -> str | None:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         return f"model_type {model_type!r}"
     family = FAMILIES[model_type]
+    try:
+        config = _translated(family, config)
+        parse_rope(config, may_be_partial=family.has_partial_rope)
+    except CheckpointError as error:
+        return str(error)
     if config.get("hidden_act", "silu") != "silu":
         return f"hidden_act {config['hidden_act']!r}"
     kinds = set(config.get("layer_types") or ())
@@ -97,10 +42,8 @@ def why_not_native(config: Mapping[str, Any]) -> str | None:
         return f"layer_types in {model_type!r}"
     if family.window == "none" and config.get("sliding_window") is not None:
         return f"sliding_window in {model_type!r}"
-    try:
-        parse_rope({**family.defaults, **config})
-    except CheckpointError as error:
-        return str(error)
+    if family.window == "never" and any(config_fields.sliding_windows(config, family.window)):
+        return f"use_sliding_window in {model_type!r}"
     return None
 
 
@@ -108,7 +51,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Translate a checkpoint's config.
 
     Args:
-        config: contents of config.json, under transformers' names (4 or 5).
+        config: contents of config.json, under the family's own names or transformers' (4 or 5).
 
     Raises:
         CheckpointError: a field is missing or invalid, or the config is not native.
@@ -121,89 +64,85 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         )
     name = config["model_type"]
     family = FAMILIES[name]
-    config = {**family.defaults, **config}
-    num_heads = _count(config, "num_attention_heads")
-    num_kv_heads = _count(config, "num_key_value_heads", default=num_heads)
+    config = _translated(family, config)
+    num_heads = config_fields.count(config, "num_attention_heads")
+    num_kv_heads = config_fields.count(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"num_key_value_heads: got {num_kv_heads}, expected a divisor of {num_heads} heads."
         )
     attention_bias = bool(config.get("attention_bias", False))
-    rope, context = parse_rope(config), _count(config, "max_position_embeddings")
-    if rope.kind == "dynamic":
-        context = int(context * rope.params["factor"])
-    elif rope.kind == "yarn":
-        # Some configs give the context after scaling, some before.
-        original = rope.params.get("original_max_position_embeddings", context)
-        context = max(context, int(original * rope.params["factor"]))
+    rope = parse_rope(config, may_be_partial=family.has_partial_rope)
     return ModelSpec(
         family=name,
-        vocab_size=_count(config, "vocab_size"),
-        hidden_size=_count(config, "hidden_size"),
-        intermediate_size=_count(config, "intermediate_size"),
-        num_layers=_count(config, "num_hidden_layers"),
+        vocab_size=config_fields.count(config, "vocab_size"),
+        hidden_size=config_fields.count(config, "hidden_size"),
+        intermediate_size=config_fields.count(config, "intermediate_size"),
+        num_layers=config_fields.count(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, num_heads),
-        norm_eps=_norm_eps(config),
-        max_seq_len=context,
+        head_dim=config_fields.head_dim(config, num_heads),
+        norm_eps=config_fields.norm_eps(config),
+        max_seq_len=_context_window(config, rope),
         rope=rope,
-        sliding_windows=_sliding_windows(config, family),
+        sliding_windows=config_fields.sliding_windows(config, family.window),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=family.qk_norm,
+        qk_norm=bool(config.get("qk_norm")) if family.qk_norm is None else family.qk_norm,
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=family.has_mlp_bias and bool(config.get("mlp_bias", False)),
-        eos_token_ids=token_ids(config.get("eos_token_id")),
-        mask_token_id=config.get("mask_token_id"),
+        moe=None if family.moe is None else family.moe(config),
+        eos_token_ids=token_ids(_special_token(config, "eos_token_id", family.eos_token_id)),
+        mask_token_id=_mask_token(config, family),
+        context=family.context,
+        can_verify=family.can_verify,
+        block_size=_block_size(config, family),
+        logit_shift=_logit_shift(config, family),
+        default_strategy=family.default_strategy,
     )
 
 
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _translated(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config under transformers' names, with the family's defaults."""
+    return family.translate({**family.defaults, **config})
+
+
+def _context_window(config: Mapping[str, Any], rope: RopeSpec) -> int:
+    context = config_fields.count(config, "max_position_embeddings")
+    if rope.kind == "dynamic":
+        return int(context * rope.params["factor"])
+    if rope.kind == "yarn":
+        # Some configs give the context after scaling, some before.
+        original = rope.params.get("original_max_position_embeddings", context)
+        return max(context, int(original * rope.params["factor"]))
+    return context
+
+
+def _special_token(config: Mapping[str, Any], key: str, default: int | None) -> Any:
+    """Return the config's token, else the family's where the vocabulary has it."""
     value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"config.json has no {key!r}.{did_you_mean(key, config)}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{key}: got {value!r}, expected a whole number of at least 1.")
+    is_known = default is not None and default < config_fields.count(config, "vocab_size")
+    return default if value is None and is_known else value
+
+
+def _mask_token(config: Mapping[str, Any], family: Family) -> int | None:
+    value = _special_token(config, "mask_token_id", family.mask_token_id)
+    vocab_size = config_fields.count(config, "vocab_size")
+    if value is not None and not (type(value) is int and 0 <= value < vocab_size):
+        raise CheckpointError(f"mask_token_id: got {value!r}, expected an id below {vocab_size}.")
     return value
 
 
-def _head_dim(config: Mapping[str, Any], num_heads: int) -> int:
-    hidden_size = _count(config, "hidden_size")
-    if config.get("head_dim") is None and hidden_size % num_heads:
-        raise CheckpointError(
-            f"hidden_size: got {hidden_size}, expected a multiple of {num_heads} heads."
-        )
-    head_dim = _count(config, "head_dim", default=hidden_size // num_heads)
-    if head_dim % 2:
-        raise CheckpointError(f"head_dim: got {head_dim}, expected an even number for RoPE.")
-    return head_dim
+def _block_size(config: Mapping[str, Any], family: Family) -> int | None:
+    """Return the config's block size; without a mask token the field means something else."""
+    has_masks = family.block_size is not None or config.get("mask_token_id") is not None
+    if not has_masks or config.get(family.block_size_key) is None:
+        return family.block_size
+    return config_fields.count(config, family.block_size_key)
 
 
-def _norm_eps(config: Mapping[str, Any]) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise CheckpointError(f"rms_norm_eps: got {value!r}, expected a number from 0 to 1.")
-    return float(value)
-
-
-def _sliding_windows(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
-    num_layers = _count(config, "num_hidden_layers")
-    if family.window == "none" or config.get("sliding_window") is None:
-        slides = [False] * num_layers
-    elif family.window == "all":
-        slides = [True] * num_layers
-    elif not config.get("use_sliding_window", False):
-        slides = [False] * num_layers
-    elif config.get("layer_types") is not None:
-        slides = [kind == "sliding_attention" for kind in config["layer_types"]]
-    else:
-        first = config.get("max_window_layers", 28)
-        slides = [layer >= first for layer in range(num_layers)]
-    if len(slides) != num_layers:
-        raise CheckpointError(
-            f"layer_types: got {len(slides)} entries, expected one for each of {num_layers} layers."
-        )
-    return tuple(_count(config, "sliding_window") if slide else None for slide in slides)
+def _logit_shift(config: Mapping[str, Any], family: Family) -> int:
+    value: int = config.get("logit_shift", family.logit_shift)
+    if value not in {0, 1}:
+        raise CheckpointError(f"logit_shift: got {value!r}, expected 0 or 1.")
+    return value

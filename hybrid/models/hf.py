@@ -24,7 +24,7 @@ from hybrid.config import is_offline
 from hybrid.errors import CapacityError, CheckpointError, ConfigError
 from hybrid.models.checkpoint import read_json, refuse_foreign_code, token_ids
 from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
-from hybrid.types import Write
+from hybrid.types import Context, Write
 
 # 5.24 calls it `cache`; before, most models said `past_key_values` and recurrent ones the last.
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -136,7 +136,11 @@ class HFBackbone:
             token after another.
     """
 
+    context = Context.CAUSAL
+    can_verify = True
+    block_size: int | None = None
     logit_shift = 1
+    default_strategy = "speculative"
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         """Wrap `model`.
@@ -234,19 +238,24 @@ class HFBackbone:
         *,
         write: Write = Write.SCRATCH,
         num_logits: int | None = None,
+        logits_at: Tensor | None = None,
         taps: Sequence[int] = (),
         entry: Entry | None = None,
+        features: Sequence[Any] | None = None,
     ) -> ForwardOutput:
         """Run T new tokens of B rows; see `Backbone.forward`.
 
         Raises:
             CapacityError: the new tokens do not fit the cache.
-            ConfigError: a late entry, a pattern other than causal over the whole row, positions
-                that do not continue the row, or drafted tokens without rollback.
+            ConfigError: a late entry, logits of chosen tokens, a refresh, a pattern other than
+                causal over the whole row, positions that do not continue the row, or drafted tokens
+                without rollback.
         """
         assert isinstance(cache, HFCache)
         if entry is not None or input_ids is None:
             raise ConfigError("A late entry needs the native backbone; got one for HFBackbone.")
+        if logits_at is not None or write == Write.REFRESH:
+            raise ConfigError("Denoising needs the native backbone; got a pass for HFBackbone.")
         num_tokens = input_ids.shape[1]
         if num_tokens > 1 and write == Write.SCRATCH and not self.supports_rollback:
             raise ConfigError(

@@ -5,20 +5,26 @@ Next: hybrid/models/transformer.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from hybrid.errors import ConfigError, did_you_mean
+from hybrid.errors import CheckpointError, ConfigError, did_you_mean
 from hybrid.models.adapter import DiffusionAdapter, load_adapter
-from hybrid.models.checkpoint import INT4_METHOD, Checkpoint, open_checkpoint, read_json
-from hybrid.models.families import is_native, spec_from_config
+from hybrid.models.checkpoint import INT4_METHOD, Checkpoint, Weight, open_checkpoint, read_json
+from hybrid.models.diffusion_gemma import DiffusionGemma
+from hybrid.models.families import spec_from_config, why_not_native
+from hybrid.models.family_table import FAMILIES
 from hybrid.models.fetch import Progress
 from hybrid.models.hf import HFBackbone
+from hybrid.models.lora_files import Merged, read_updates
+from hybrid.models.name_maps import Renamed
 from hybrid.models.store import DEFAULT_NAME, name_of, resolve
 from hybrid.models.tokenizer import Tokenizer, load_tokenizer
 from hybrid.models.transformer import NativeBackbone
+from hybrid.types import Context
 
 DTYPES = ("auto", "float32", "bfloat16", "int4")
 SHIPPED_ADAPTERS = {
@@ -32,7 +38,7 @@ class LoadedModel:
 
     name: str
     path: Path
-    backbone: NativeBackbone | HFBackbone
+    backbone: NativeBackbone | HFBackbone | DiffusionGemma
     tokenizer: Tokenizer | None
     adapter: DiffusionAdapter | None
 
@@ -41,6 +47,7 @@ def load_model(
     model: str | Path,
     *,
     device: str = "auto",
+    device_map: str | Mapping[str, str | int] | None = None,
     dtype: str = "auto",
     adapter: str | Path | None = None,
     exact: bool = False,
@@ -52,20 +59,24 @@ def load_model(
     Args:
         model: "default", a Hugging Face folder, a GGUF file or a hub id.
         device: "auto" takes CUDA where there is any.
+        device_map: transformers' word for it: "auto", or one device for the whole model.
         dtype: "auto" is a GGUF's own blocks on the CPU; else float32 where the checkpoint is
             float32 and the device a CPU, bfloat16 otherwise.
-        adapter: folder of a diffusion adapter; None takes the shipped one of the default model.
+        adapter: folder of a diffusion adapter; None takes the shipped one of the default model. For
+            a model with bidirectional context it is a PEFT folder of D2F, which acts in every pass
+            and makes the context block-causal.
         exact: see `NativeBackbone`; other backbones refuse it.
         trainable: keep the weights in the layout that a gradient can pass, slower on a CPU.
         progress: see `hybrid.models.store.resolve`.
 
     Raises:
         CheckpointError: the model or the adapter cannot be fetched, read or matched.
-        ConfigError: an unknown device or dtype, or one that this model cannot have.
+        ConfigError: an unknown device or dtype, one that this model cannot have, or a device map
+            of several devices.
     """
     if not isinstance(model, (str, Path)):
         raise ConfigError(f"model: got {type(model).__name__}, expected a name or a path.")
-    where = choose_device(device)
+    where = choose_device(device if device_map is None else _one_device(device_map, device))
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: got {dtype!r}.{did_you_mean(str(dtype), DTYPES)}")
     if dtype == "int4" and where.type != "cpu":
@@ -76,22 +87,36 @@ def load_model(
     config = read_json(path / "config.json")
     tokenizer = load_tokenizer(path)
     activations = _activations(dtype, config, where)
-    backbone: NativeBackbone | HFBackbone
-    if is_native(config):
+    backbone: NativeBackbone | HFBackbone | DiffusionGemma
+    reason, bound = why_not_native(config), None
+    if config.get("model_type") == "diffusion_gemma":
+        if dtype == "int4" or exact or adapter is not None:
+            raise ConfigError("DiffusionGemma runs by its own code: no int4, exact or adapter.")
+        backbone = DiffusionGemma.from_path(path, where, activations)
+    elif reason is None:
         if dtype == "int4" and not _is_int4(config):
             raise ConfigError(
                 f"dtype: int4 needs a GGUF file with Q4_1 or Q8_0 weights, got {model}. "
                 "Use dtype='bfloat16' or 'float32'."
             )
+        checkpoint, merged = open_checkpoint(path), None
+        if adapter is not None and spec_from_config(config).context == Context.BIDIRECTIONAL:
+            merged = Path(adapter)
         backbone = _native(
-            open_checkpoint(path), where, activations, exact=exact, reorder=not trainable
+            checkpoint, where, activations, merged, exact=exact, reorder=not trainable
         )
+        if merged is None:
+            bound = _adapter(name_of(path) or str(model), backbone, adapter)
     else:
         if dtype == "int4" or exact:
             what = "dtype: int4" if dtype == "int4" else "exact: it"
             raise ConfigError(f"{what} needs a model that the native backbone runs.")
-        backbone = HFBackbone.from_path(path, where, activations)
-    bound = _adapter(name_of(path) or str(model), backbone, adapter)
+        if adapter is not None:
+            raise ConfigError(
+                "adapter: self-diffusion needs a model that the native backbone runs "
+                "(`hybrid list families`). Leave the adapter out."
+            )
+        backbone = _foreign(path, where, activations, reason)
     return LoadedModel(str(model), path, backbone, tokenizer, bound)
 
 
@@ -115,6 +140,21 @@ def choose_device(name: str) -> torch.device:
             f"{torch.cuda.device_count()} CUDA devices. Use device='cpu'."
         )
     return device
+
+
+def _one_device(device_map: str | Mapping[str, str | int], device: str) -> str:
+    """Return what a device map says in the words of `device`."""
+    places = {device_map} if isinstance(device_map, str) else {*device_map.values()}
+    names = {f"cuda:{place}" if isinstance(place, int) else place for place in places}
+    if len(names) != 1 or names & {"balanced", "balanced_low_0", "sequential", "disk"}:
+        raise ConfigError(
+            f"device_map: got {device_map!r}, expected 'auto' or one device for the whole model: "
+            "it is not spread over several."
+        )
+    (name,) = names
+    if device not in {"auto", name}:
+        raise ConfigError(f"device_map: got {device_map!r} beside device {device!r}; give one.")
+    return name
 
 
 def _precision(dtype: str, device: torch.device) -> str:
@@ -141,26 +181,42 @@ def _native(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
+    merged: Path | None,
     *,
     exact: bool,
     reorder: bool,
 ) -> NativeBackbone:
+    """Load a model; a PEFT folder is merged into its weights as they are read.
+
+    The one published use of such adapters for bidirectional models is D2F (arXiv:2508.09192), which
+    makes them block-causal.
+    """
     spec = spec_from_config(checkpoint.config)
     spec = replace(spec, eos_token_ids=checkpoint.eos_token_ids or spec.eos_token_ids)
-    return NativeBackbone(
-        spec, checkpoint.tensors, device=device, dtype=dtype, exact=exact, reorder=reorder
-    )
+    names = FAMILIES[spec.family].names
+    weights: Mapping[str, Weight] = Renamed(checkpoint.tensors, names)
+    if merged is not None:
+        weights = Merged(weights, read_updates(merged, names))
+        spec = replace(spec, context=Context.BLOCK_CAUSAL, default_strategy="d2f")
+    return NativeBackbone(spec, weights, device=device, dtype=dtype, exact=exact, reorder=reorder)
+
+
+def _foreign(
+    path: Path, device: torch.device, dtype: torch.dtype, why_not_native: str
+) -> HFBackbone:
+    try:
+        return HFBackbone.from_path(path, device, dtype)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}\nNor does the native backbone run it ({why_not_native}). Its families: "
+            f"{', '.join(FAMILIES)}."
+        ) from error
 
 
 def _adapter(
-    model: str, backbone: NativeBackbone | HFBackbone, adapter: str | Path | None
+    model: str, backbone: NativeBackbone, adapter: str | Path | None
 ) -> DiffusionAdapter | None:
     path = adapter if adapter is not None else SHIPPED_ADAPTERS.get(model)
     if path is None or (adapter is None and not Path(path).is_dir()):
         return None
-    if not isinstance(backbone, NativeBackbone):
-        raise ConfigError(
-            "adapter: self-diffusion needs a model that the native backbone runs "
-            "(`hybrid list` shows the families). Leave the adapter out."
-        )
     return load_adapter(backbone, path)

@@ -41,12 +41,16 @@ class Rope:
         spec: from `parse_rope`.
         head_dim: D, even.
         device: where positions live.
+
+    Attributes:
+        dim: how many dimensions of a head are rotated, the first ones; D unless `spec` says less.
     """
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str) -> None:
         self.spec = spec
+        self.dim = int(head_dim * spec.fraction)
         self.scale = _attention_factor(spec)
-        self._exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim  # [D/2]
+        self._exponents = torch.arange(0, self.dim, 2, device=device).float() / self.dim  # [D/2]
         self._inv_freq = _inverse_frequencies(spec, self._exponents)  # [D/2]
 
     def __call__(
@@ -68,6 +72,17 @@ class Rope:
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 
+    def query_scale(self, position_ids: Tensor) -> Tensor | None:
+        """Return the factor [B, T] float32 on rotated queries, None when it is always 1.
+
+        Llama 4 and Ministral 3 sharpen attention step by step beyond the trained context.
+        """
+        beta = self.spec.params.get("llama_4_scaling_beta")
+        if not beta:
+            return None
+        steps = torch.floor(position_ids / self.spec.params["original_max_position_embeddings"])
+        return 1 + beta * torch.log(1 + steps)
+
     def _dynamic(self, seq_len: Tensor) -> Tensor:
         """Return [B, T, D/2]: the base grows with the length beyond the trained context (NTK).
 
@@ -87,15 +102,16 @@ class Rope:
         return 1.0 / base**self._exponents
 
 
-def parse_rope(config: Mapping[str, Any]) -> RopeSpec:
+def parse_rope(config: Mapping[str, Any], *, may_be_partial: bool = False) -> RopeSpec:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4).
 
     Args:
         config: a checkpoint's config; `max_position_embeddings` must be present.
+        may_be_partial: the family's own code honours `partial_rotary_factor`.
 
     Raises:
-        CheckpointError: an unknown kind, a missing or invalid number, or a rotation of part of
-            the head or different from layer to layer, which the native backbone does not have.
+        CheckpointError: an unknown kind, a missing or invalid number, a rotation that differs from
+            layer to layer, or one of part of the head in a family that has none.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
@@ -110,8 +126,10 @@ def parse_rope(config: Mapping[str, Any]) -> RopeSpec:
             f"rope_parameters: got kind {kind!r}, expected one of {', '.join(_REQUIRED)}."
         )
     partial = params.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    if partial != 1:
-        raise CheckpointError(f"partial_rotary_factor: got {partial!r}, expected 1.")
+    fraction = _positive("partial_rotary_factor", partial)
+    if fraction > 1 or (fraction < 1 and not may_be_partial):
+        expected = "at most 1" if may_be_partial else "1"
+        raise CheckpointError(f"partial_rotary_factor: got {partial!r}, expected {expected}.")
     theta = _positive("rope_theta", params.pop("rope_theta", config.get("rope_theta") or 10000.0))
     max_seq_len = config["max_position_embeddings"]
     if "original_max_position_embeddings" in _REQUIRED[kind]:
@@ -124,7 +142,10 @@ def parse_rope(config: Mapping[str, Any]) -> RopeSpec:
         if key not in params:
             raise CheckpointError(f"rope_parameters: {kind!r} needs {key!r}, got {sorted(params)}.")
         _positive(f"rope_parameters.{key}", params[key])
-    return RopeSpec(theta=theta, kind=kind, params=params, max_seq_len=max_seq_len)
+    if params.get("llama_4_scaling_beta"):
+        for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+            _positive(f"rope_parameters.{key}", params.get(key))
+    return RopeSpec(theta, kind, params, max_seq_len, fraction)
 
 
 def _positive(name: str, value: Any) -> float:

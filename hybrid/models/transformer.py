@@ -8,7 +8,6 @@ It does not know which mode a pass serves. Next: hybrid/decode/step.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,29 +15,16 @@ from torch import Tensor
 
 from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.kv_cache import KVCache, padded
-from hybrid.errors import CheckpointError
 from hybrid.kernels.block_attention import block_attention, token_attention
 from hybrid.models.checkpoint import Weight
-from hybrid.models.linear import Linear, make_linear
+from hybrid.models.feature_cache import FeatureCache
+from hybrid.models.moe import swiglu
 from hybrid.models.rope import Rope
 from hybrid.models.spec import ModelSpec
+from hybrid.models.weights import Layer as Layer
+from hybrid.models.weights import Weights
 from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Write
-
-
-@dataclass(slots=True)
-class Layer:
-    """Weights of one layer. `qkv`, `o`, `gate_up`, `down` may be wrapped by an adapter."""
-
-    input_norm: Tensor
-    qkv: Linear
-    o: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    window: int | None
 
 
 class NativeBackbone:
@@ -77,8 +63,10 @@ class NativeBackbone:
         is_dynamic = spec.rope.kind == "dynamic"
         self.prefill_chunk = spec.max_seq_len if is_dynamic else PREFILL_CHUNK
         self.eos_token_ids, self.mask_token_id = spec.eos_token_ids, spec.mask_token_id
-        self.logit_shift = spec.logit_shift
-        take = _Weights(spec, weights, self.device, dtype, exact=exact, reorder=reorder)
+        self.context, self.can_verify = spec.context, spec.can_verify
+        self.block_size, self.logit_shift = spec.block_size, spec.logit_shift
+        self.default_strategy = spec.default_strategy
+        take = Weights(spec, weights, self.device, dtype, exact=exact, reorder=reorder)
         self.embedding = take.dense("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.layers = [take.layer(index) for index in range(spec.num_layers)]
         self.norm = take.dense("model.norm.weight", spec.hidden_size)
@@ -91,6 +79,7 @@ class NativeBackbone:
         linears = [x for y in self.layers for x in (y.qkv, y.o, y.gate_up, y.down)]
         tied = getattr(self.head, "weight", None) is self.embedding
         total = sum(x.nbytes for x in linears) + (0 if tied else self.head.nbytes)
+        total += sum(x.experts.nbytes for x in self.layers if x.experts is not None)
         return total + self.embedding.numel() * self.embedding.element_size()
 
     def cache_nbytes(self, batch: int, max_len: int) -> int:
@@ -123,15 +112,22 @@ class NativeBackbone:
         *,
         write: Write = Write.SCRATCH,
         num_logits: int | None = None,
+        logits_at: Tensor | None = None,
         taps: Sequence[int] = (),
         entry: Entry | None = None,
+        features: Sequence[FeatureCache] | None = None,
     ) -> ForwardOutput:
         """Run T new tokens of B rows; see `Backbone.forward`."""
         assert isinstance(cache, KVCache)
         batch, num_tokens = position_ids.shape
-        for row in rows:
-            cache.require(row, num_tokens)
-        attend = _Attention(self, pattern, cache, rows, position_ids, prefill=write == Write.COMMIT)
+        for row, own in zip(rows, position_ids, strict=True):
+            if write == Write.REFRESH:
+                cache.require_committed(row, int(own.max()) + 1)
+            else:
+                cache.require(row, num_tokens)
+        attend = Attention(self, pattern, cache, rows, position_ids, write)
+        for own_features in features or ():
+            own_features.begin(self, num_tokens)
         if entry is not None:
             x, first, adapter = entry.hidden.flatten(0, 1), entry.layer, entry.adapter
         else:
@@ -140,22 +136,42 @@ class NativeBackbone:
         layers = self.layers if adapter is None else adapter.layers
         hidden = {}
         for index in range(first, self.num_layers):
-            x = self._layer(layers[index], index, x, attend)
+            x = self._layer(layers[index], index, x, attend, features)
             if index in taps:
                 hidden[index] = x.view(batch, num_tokens, -1)
         if write == Write.COMMIT:
             for row in rows:
                 cache.commit(row, num_tokens)
+        if logits_at is not None:
+            starts = torch.arange(batch, device=x.device)[:, None] * num_tokens
+            x = x[(starts + logits_at).flatten()]
         return ForwardOutput(self._logits(x, batch, num_logits), hidden)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise the last dimension (arXiv:1910.07467) in the activations' dtype."""
         return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
 
-    def _layer(self, layer: Layer, index: int, x: Tensor, attend: _Attention) -> Tensor:
+    def mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """Return what the MLP of a layer, and its experts, add to x [N, C]."""
+        h = self.rms_norm(x, layer.post_norm)
+        update = swiglu(h, layer.gate_up, layer.down)
+        return update if layer.experts is None else update + layer.experts(h)
+
+    def _layer(
+        self,
+        layer: Layer,
+        index: int,
+        x: Tensor,
+        attend: Attention,
+        features: Sequence[FeatureCache] | None,
+    ) -> Tensor:
+        if features is not None:
+            rows = zip(features, torch.split(x, attend.num_tokens), strict=True)
+            return torch.cat(
+                [f.layer(layer, index, own, attend, b) for b, (f, own) in enumerate(rows)]
+            )
         x = x + layer.o(attend(layer, index, layer.qkv(self.rms_norm(x, layer.input_norm))))
-        gate, up = layer.gate_up(self.rms_norm(x, layer.post_norm)).chunk(2, dim=-1)
-        return x + layer.down(F.silu(gate).mul_(up))
+        return x + self.mlp(layer, x)
 
     def _logits(self, x: Tensor, batch: int, num_logits: int | None) -> Tensor | None:
         if num_logits == 0:
@@ -165,7 +181,7 @@ class NativeBackbone:
         return self.head(self.rms_norm(x, self.norm)).view(batch, -1, self.vocab_size)
 
 
-class _Attention:
+class Attention:
     """What all layers of one pass share: rotations, masks, and where keys go."""
 
     def __init__(
@@ -175,11 +191,11 @@ class _Attention:
         cache: KVCache,
         rows: Sequence[int],
         position_ids: Tensor,
-        *,
-        prefill: bool,
+        write: Write,
     ) -> None:
         self.backbone, self.pattern, self.cache, self.rows = backbone, pattern, cache, rows
-        self.num_tokens = position_ids.shape[1]
+        self.position_ids, self.num_tokens = position_ids, position_ids.shape[1]
+        self.refreshes, prefill = write == Write.REFRESH, write == Write.COMMIT
         s = backbone.spec
         self.num_rotated = s.num_heads + s.num_kv_heads
         # The frequencies of a length-dependent scaling follow what AR decoding would have used:
@@ -191,11 +207,15 @@ class _Attention:
         dtype = backbone.dtype
         self.cos = torch.cat([cos, cos], dim=-1).to(dtype).flatten(0, 1)[:, None]  # [B*T, 1, D]
         self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).flatten(0, 1)[:, None]
+        scale = backbone.rope.query_scale(position_ids)
+        self.query_scale = None if scale is None else scale.to(dtype).flatten()[:, None, None]
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
         # Attention rounds differently by the number of queries and keys in a product. A verify
         # pass in which each token is a product of its own gives the bits of AR decoding, in any
         # precision, and is no slower on a CPU; a prefill is too wide for that.
-        self.token_by_token = pattern.is_causal and not prefill and backbone.device.type == "cpu"
+        self.token_by_token = (
+            pattern.is_causal and write == Write.SCRATCH and backbone.device.type == "cpu"
+        )
         if self.token_by_token:
             for batch_row, row in enumerate(rows):
                 end = pattern.row_prefix(batch_row) + self.num_tokens
@@ -205,18 +225,24 @@ class _Attention:
         """Rotate, write K/V to scratch, attend. qkv: [B*T, (H + 2G) D] -> [B*T, H D]."""
         s = self.backbone.spec
         qkv = qkv.view(-1, self.num_rotated + s.num_kv_heads, s.head_dim)
-        self._rotate(layer, qkv)
+        self.rotate(layer, qkv)
         outs = []
         for batch_row, row in enumerate(self.rows):
             own = qkv[batch_row * self.num_tokens : (batch_row + 1) * self.num_tokens]
             pair = own[:, s.num_heads :].view(self.num_tokens, 2, s.num_kv_heads, s.head_dim)
-            self.cache.write(index, row, pair.permute(1, 2, 0, 3))
+            query, new = own[:, : s.num_heads], pair.permute(1, 2, 0, 3)
+            if self.refreshes:
+                self.cache.refresh(index, row, self.position_ids[batch_row], new)
+                length = self.pattern.row_prefix(batch_row)
+                outs.append(block_attention(query, *self.cache.read(index, row, length), None))
+                continue
+            self.cache.write(index, row, new)
             prefix = self.pattern.row_prefix(batch_row)
             width = prefix + self.num_tokens
             if self.token_by_token:
                 width = padded(width)
             keys, values = self._keys(index, row, prefix, pair, width)
-            query, mask = own[:, : s.num_heads], self._mask(batch_row, layer.window, width)
+            mask = self._mask(batch_row, layer.window, width)
             if self.token_by_token:
                 assert mask is not None
                 outs.append(token_attention(query, keys, values, mask, prefix + 1))
@@ -236,17 +262,20 @@ class _Attention:
         new_keys, new_values = new.permute(1, 2, 0, 3)
         return torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1)
 
-    def _rotate(self, layer: Layer, qkv: Tensor) -> None:
-        s = self.backbone.spec
+    def rotate(self, layer: Layer, qkv: Tensor, tokens: Tensor | slice = slice(None)) -> None:
+        """Normalise and rotate queries and keys [N, H + 2G, D] of some tokens of B*T, in place."""
+        s, dim = self.backbone.spec, self.backbone.rope.dim
         if layer.q_norm is not None and layer.k_norm is not None:
             norm = self.backbone.rms_norm
             qkv[:, : s.num_heads] = norm(qkv[:, : s.num_heads], layer.q_norm)
             keys = slice(s.num_heads, self.num_rotated)
             qkv[:, keys] = norm(qkv[:, keys], layer.k_norm)
-        rotated = qkv[:, : self.num_rotated]
-        # Rolling by half a head swaps its halves; the sign lies in self.sin.
-        swapped = rotated.roll(s.head_dim // 2, dims=-1)
-        torch.addcmul(rotated * self.cos, swapped, self.sin, out=rotated)
+        rotated = qkv[:, : self.num_rotated, :dim]
+        # Rolling by half its width swaps the halves; the sign lies in self.sin.
+        swapped = rotated.roll(dim // 2, dims=-1)
+        torch.addcmul(rotated * self.cos[tokens], swapped, self.sin[tokens], out=rotated)
+        if self.query_scale is not None:
+            qkv[:, : s.num_heads].mul_(self.query_scale[tokens])
 
     def _mask(self, batch_row: int, window: int | None, width: int) -> Tensor | None:
         """Return what `block_attention` or `token_attention` takes, computed once per pass."""
@@ -266,78 +295,3 @@ class _Attention:
         if self.token_by_token:
             return mask[:, None, None]
         return mask.repeat(backbone.spec.num_heads // backbone.spec.num_kv_heads, 1)
-
-
-class _Weights:
-    """Takes tensors by canonical name, checks their shapes, places and fuses them."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Mapping[str, Weight],
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        exact: bool,
-        reorder: bool,
-    ) -> None:
-        self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
-        self.exact, self.reorder = exact, reorder
-
-    def get(self, name: str, *shape: int) -> Weight:
-        if name not in self.weights:
-            raise CheckpointError(
-                f"Checkpoint has no tensor {name!r}, which {self.spec.family} needs. "
-                "The files are incomplete or of another architecture."
-            )
-        value = self.weights[name]
-        if tuple(value.shape) != shape:
-            raise CheckpointError(
-                f"{name}: got shape {list(value.shape)}, expected {list(shape)} by config.json."
-            )
-        if not isinstance(value, Tensor):
-            on_cpu = self.device.type == "cpu" and self.dtype == torch.bfloat16
-            return value if on_cpu else value.dequantize(self.dtype).to(self.device)
-        return value.to(self.device, self.dtype)
-
-    def dense(self, name: str, *shape: int) -> Tensor:
-        value = self.get(name, *shape)
-        return value if isinstance(value, Tensor) else value.dequantize(self.dtype)
-
-    def linear(self, prefix: str, parts: Mapping[str, int], width: int, *, bias: bool) -> Linear:
-        weights = [self.get(f"{prefix}.{n}.weight", size, width) for n, size in parts.items()]
-        biases = [
-            self.dense(f"{prefix}.{n}.bias", size) if bias else None for n, size in parts.items()
-        ]
-        return make_linear(weights, biases, exact=self.exact, reorder=self.reorder)
-
-    def layer(self, index: int) -> Layer:
-        s, prefix = self.spec, f"model.layers.{index}"
-        heads, groups = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        qkv = {"q_proj": heads, "k_proj": groups, "v_proj": groups}
-        gate_up = {"gate_proj": s.intermediate_size, "up_proj": s.intermediate_size}
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        norms = [
-            self.dense(f"{attention}.{n}.weight", s.head_dim) if s.qk_norm else None
-            for n in ("q_norm", "k_norm")
-        ]
-        return Layer(
-            input_norm=self.dense(f"{prefix}.input_layernorm.weight", s.hidden_size),
-            qkv=self.linear(attention, qkv, s.hidden_size, bias=s.qkv_bias),
-            o=self.linear(attention, {"o_proj": s.hidden_size}, heads, bias=s.o_bias),
-            post_norm=self.dense(f"{prefix}.post_attention_layernorm.weight", s.hidden_size),
-            gate_up=self.linear(mlp, gate_up, s.hidden_size, bias=s.mlp_bias),
-            down=self.linear(
-                mlp, {"down_proj": s.hidden_size}, s.intermediate_size, bias=s.mlp_bias
-            ),
-            q_norm=norms[0],
-            k_norm=norms[1],
-            window=s.sliding_windows[index],
-        )
-
-    def head(self, embedding: Tensor) -> Linear:
-        name = "model.embed_tokens.weight" if self.spec.tie_embeddings else "lm_head.weight"
-        weight = self.get(name, self.spec.vocab_size, self.spec.hidden_size)
-        if self.spec.tie_embeddings and isinstance(weight, Tensor):
-            weight = embedding  # not a second copy
-        return make_linear([weight], [None], exact=self.exact, reorder=self.reorder)

@@ -64,7 +64,7 @@ def test_cache_equals_lists(steps):
                 if kind == "write":
                     cache.write(layer, row, block)
                 else:
-                    cache.refresh(layer, row, start, block)
+                    cache.refresh(layer, row, torch.arange(start, start + count), block)
             lists.write(row, values, start)
         elif kind == "commit":
             cache.commit(row, min(a, room))

@@ -38,11 +38,11 @@ def twin(num_tokens, prefix, sees, window=None, width=None):
 
 
 def dense(pattern, row, window=None):
-    """A row's mask as lists; None stands for a lone token that sees everything."""
+    """A row's mask as lists; None hides nothing."""
     mask = pattern.row_mask(row, window=window)
     if mask is None:
-        assert pattern.num_tokens == 1
-        return [[True] * (pattern.row_prefix(row) + 1)]
+        width = pattern.row_prefix(row) + pattern.num_tokens
+        return [[True] * width] * pattern.num_tokens
     assert mask.dtype == torch.bool
     return mask.tolist()
 

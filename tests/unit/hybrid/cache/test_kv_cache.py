@@ -63,12 +63,12 @@ def test_refresh_overwrites_in_place():
     write(cache, 0, [1, 2, 3, 4])
     cache.commit(0, 4)
     for layer in range(LAYERS):
-        cache.refresh(layer, 0, 1, pair([8, 9], layer))
+        cache.refresh(layer, 0, torch.tensor([3, 1]), pair([8, 9], layer))
     assert cache.lengths[0] == 4
-    check(cache, 0, [1, 8, 9, 4])
-    for start in (-1, 3):
-        with pytest.raises(CapacityError, match="cannot refresh positions"):
-            cache.refresh(0, 0, start, pair([8, 9], 0))
+    check(cache, 0, [1, 9, 3, 8])
+    cache.require_committed(0, 4)
+    with pytest.raises(CapacityError, match="cannot refresh row 0 up to position 5, it holds 4"):
+        cache.require_committed(0, 5)
 
 
 def test_gather_packs_the_kept_positions():

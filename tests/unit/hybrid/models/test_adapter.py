@@ -162,7 +162,7 @@ def test_any_id_may_stand_in_a_prompt() -> None:
     backbone.mask_token_id = 5
     prompts = [[5], [5, 5, 5], [1, 5, 2], list(range(64))]
     decoder = HybridDecoder(backbone, adapter=random_adapter(backbone))
-    plain = HybridDecoder(base)
+    plain = HybridDecoder(backbone)
     ours = decoder.generate(prompts, max_new_tokens=24)
     theirs = plain.generate(prompts, strategy="ar", max_new_tokens=24)
     assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]

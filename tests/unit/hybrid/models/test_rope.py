@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -155,6 +156,24 @@ def test_parse_prefers_the_outer_original_context() -> None:
     torch.testing.assert_close(cos, want, rtol=0, atol=1e-6)
 
 
+def test_query_scale_grows_step_by_step_beyond_the_trained_context() -> None:
+    spec = parse_rope(config({**YARN, "llama_4_scaling_beta": 0.1}))
+    scale = Rope(spec, HEAD_DIM, "cpu").query_scale(torch.tensor([[0, 31, 32, 63, 64, 320]]))
+    want = [1 + 0.1 * math.log(1 + step) for step in (0, 0, 1, 1, 2, 10)]
+    assert scale is not None
+    torch.testing.assert_close(scale, torch.tensor([want]))
+    assert Rope(parse_rope(config(YARN)), HEAD_DIM, "cpu").query_scale(FAR) is None
+
+
+def test_a_partial_rotation_is_that_of_a_smaller_head() -> None:
+    fields = {**config({"rope_type": "default"}), "partial_rotary_factor": 0.25}
+    rope = Rope(parse_rope(fields, may_be_partial=True), HEAD_DIM, "cpu")
+    assert rope.dim == HEAD_DIM // 4
+    small = Rope(parse_rope(config({"rope_type": "default"})), HEAD_DIM // 4, "cpu")
+    for part, want in zip(rope(FAR), small(FAR), strict=True):
+        assert torch.equal(part, want)
+
+
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
@@ -165,6 +184,14 @@ def test_parse_prefers_the_outer_original_context() -> None:
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor"),
         ({"rope_type": "default", "rope_theta": "big"}, "rope_theta: got 'big'"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
+        (
+            {**YARN, "llama_4_scaling_beta": "0.1"},
+            "llama_4_scaling_beta: got '0.1', expected a number above 0",
+        ),
+        (
+            {"rope_type": "default", "llama_4_scaling_beta": 0.1},
+            "original_max_position_embeddings: got None",
+        ),
         ({"full_attention": {"rope_type": "default"}}, "one flat table"),
     ],
 )

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybrid.models.families import FAMILIES
 from hybrid.models.tiny import tiny_checkpoint
 
 
@@ -22,7 +21,7 @@ def test_same_seed_same_weights_and_no_global_random_state(tmp_path: Path) -> No
     assert one != other
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "ministral3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_argmax_is_decisive_and_varied(family: str, tied: bool, tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path, family, tie_word_embeddings=tied, tokenizer=False)

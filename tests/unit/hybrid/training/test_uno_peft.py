@@ -111,9 +111,9 @@ def test_activated_lora_drafts_the_same_tokens(
             # [anchor, K masks], all of them updated; row j predicts its own token.
             rows = [anchor, *[MASK] * K]
             everything = torch.zeros(1, 1, K + 1, length + K + 1)
-            out = cached(base, peft, cache, rows, alora_offsets=[K + 1], attention_mask=everything)[
-                1:
-            ]
+            out = cached(base, peft, cache, rows, alora_offsets=[K + 1], attention_mask=everything)
+            out = out[1:]
+            out[:, MASK] = float("-inf")  # no answer
         else:
             # [anchor, K - 1 random tokens], the anchor not updated; row i predicts the next token.
             rows = [anchor, *noise(0, length, K - 1, backbone.vocab_size)]

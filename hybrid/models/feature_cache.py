@@ -1,0 +1,120 @@
+"""`FeatureCache`: what each layer added to the tokens of one row, reused in the passes after it.
+
+dLLM-Cache (arXiv:2506.06295), for models whose tokens all see each other. Keys and values stay in
+the row's KV cache; the outputs of attention and MLP are held here, one object per row and request.
+Next: hybrid/models/transformer.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid.kernels.block_attention import block_attention
+
+if TYPE_CHECKING:
+    from hybrid.models.transformer import Attention, NativeBackbone
+    from hybrid.models.weights import Layer
+
+
+class FeatureCache:
+    """Prompt and response are computed anew every so many passes, each on its own clock.
+
+    Between its own refreshes a share of the response is computed in each layer: the tokens whose
+    values have turned most from the cached ones. The others get their new values, but keep their
+    keys and outputs. With both intervals 1 nothing is reused.
+    """
+
+    def __init__(
+        self, num_prompt: int, prompt_interval: int, response_interval: int, transfer_ratio: float
+    ) -> None:
+        """Begin empty: the first pass computes everything.
+
+        Args:
+            num_prompt: leading tokens that follow `prompt_interval`.
+            prompt_interval: passes from one refresh of the prompt to the next.
+            response_interval: likewise for what is behind it.
+            transfer_ratio: share of the response that each pass between them computes.
+        """
+        self._num_prompt, self._transfer_ratio = num_prompt, transfer_ratio
+        self._intervals = prompt_interval, response_interval
+        self._num_passes = self._num_sure = 0
+        self._fed = torch.empty(0, dtype=torch.long)
+        self._outputs: Tensor | None = None  # [L, 2, S, C]
+
+    def begin(self, backbone: NativeBackbone, num_tokens: int) -> None:
+        """Begin a pass over the first `num_tokens` tokens of the row; the first pass has them all.
+
+        It feeds the attention some of them; the leading `_num_sure` of these in any case compute
+        all that there is, the others only if their values have turned.
+        """
+        if self._outputs is None:
+            shape = backbone.num_layers, 2, num_tokens, backbone.hidden_size
+            self._outputs = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
+        prompt_is_due, response_is_due = (self._num_passes % n == 0 for n in self._intervals)
+        first = 0 if prompt_is_due else self._num_prompt
+        end = num_tokens if response_is_due or self._transfer_ratio else self._num_prompt
+        self._fed = torch.arange(first, end, device=backbone.device)
+        self._num_sure = (num_tokens if response_is_due else self._num_prompt) - first
+        self._num_passes += 1
+
+    def layer(
+        self, layer: Layer, index: int, x: Tensor, attend: Attention, batch_row: int
+    ) -> Tensor:
+        """Run a layer on one row, [T, C] -> [T, C].
+
+        Args:
+            layer: weights.
+            index: of the layer.
+            x: hidden states.
+            attend: what the layers of the pass share.
+            batch_row: which row of the pass.
+        """
+        assert self._outputs is not None
+        attention, mlp = self._outputs[index, :, : len(x)]
+        computed = self._attend(layer, index, x, attend, batch_row, attention)
+        x = x + attention
+        if len(computed):
+            mlp[computed] = attend.backbone.mlp(layer, x[computed])
+        return x + mlp
+
+    def _attend(
+        self,
+        layer: Layer,
+        index: int,
+        x: Tensor,
+        attend: Attention,
+        batch_row: int,
+        outputs: Tensor,
+    ) -> Tensor:
+        """Renew K/V and outputs [T, C] of attention; return which tokens got new outputs."""
+        fed, num_fed = self._fed, len(self._fed)
+        if not num_fed:
+            return fed
+        spec, row = attend.backbone.spec, attend.rows[batch_row]
+        qkv = layer.qkv(attend.backbone.rms_norm(x[fed], layer.input_norm))
+        qkv = qkv.view(num_fed, -1, spec.head_dim)
+        attend.rotate(layer, qkv, batch_row * len(x) + fed)
+        new = qkv[:, spec.num_heads :].view(num_fed, 2, spec.num_kv_heads, -1).permute(1, 2, 0, 3)
+        keys, values = attend.cache.read(index, row, len(x))
+        chosen = torch.arange(self._num_sure, device=fed.device)
+        if num_fed > self._num_sure:
+            chosen = torch.cat([chosen, self._most_turned(new[1], values[:, fed])])
+            is_chosen = torch.zeros(num_fed, 1, dtype=torch.bool, device=fed.device)
+            is_chosen[chosen] = True
+            new[0] = torch.where(is_chosen, new[0], keys[:, fed])
+        attend.cache.refresh(index, row, fed, new)
+        if len(chosen):
+            query = qkv[chosen, : spec.num_heads]
+            outputs[fed[chosen]] = layer.o(block_attention(query, keys, values, None))
+        return fed[chosen]
+
+    def _most_turned(self, new: Tensor, cached: Tensor) -> Tensor:
+        """Choose the share of the fed tokens whose values [G, n, D] are least like the cached."""
+        new, cached = (v[:, self._num_sure :].transpose(0, 1).flatten(1) for v in (new, cached))
+        similarity = F.cosine_similarity(new, cached, dim=-1)
+        count = int(len(similarity) * self._transfer_ratio)
+        return similarity.topk(count, largest=False).indices + self._num_sure
