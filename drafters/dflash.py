@@ -45,6 +45,7 @@ class DFlashDrafter:
         self._model = model.to(backbone.device, backbone.dtype).eval()
         self.taps = model.spec.target_layer_ids
         self.max_draft_tokens = model.spec.block_size - 1
+        self.mask_token_id = model.spec.mask_token_id
         # Its own keys and values live as long as the cache of the call that they belong to.
         self._memories: WeakKeyDictionary[Cache, KVCache] = WeakKeyDictionary()
 

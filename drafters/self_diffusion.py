@@ -3,7 +3,9 @@
 A pass reads the same cache as the AR mode, and writes its K/V to scratch positions that the verify
 pass overwrites. Masked slots see each other, and the pass may enter late (related:
 arXiv:2507.11851, gated LoRA on mask tokens); random tokens are attended to causally, as SGLang's
-UNO does. Next: verifiers/rejection.py.
+UNO does. A model that was trained to fill masks beside its AR mode needs no adapter: with a block
+size and a threshold this is `linear_spec_generate` of Nemotron-Labs-Diffusion.
+Next: verifiers/rejection.py.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from torch import Tensor
 
 from hybrid.attention.pattern import bidirectional, causal
 from hybrid.drafters.drawing import draw_token, point_mass
-from hybrid.models.adapter import DiffusionAdapter
-from hybrid.models.draft_input import MASKED, noise, reveal
+from hybrid.errors import ConfigError
+from hybrid.models.adapter import DiffusionAdapter, own_drafts
+from hybrid.models.draft_input import MASKED, noise, reveal, reveal_sure
 from hybrid.protocols import Backbone, DraftState, Entry
 from hybrid.sampling import argmax
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
@@ -28,22 +31,52 @@ class SelfDiffusionDrafter:
     name = "self-diffusion"
 
     def __init__(
-        self, backbone: Backbone, adapter: DiffusionAdapter, *, stops_early: bool = True
+        self,
+        backbone: Backbone,
+        adapter: DiffusionAdapter | None = None,
+        *,
+        block_size: int | None = None,
+        threshold: float = 0.0,
+        stops_early: bool = True,
     ) -> None:
         """Keep the parts.
 
         Args:
             backbone: the target.
-            adapter: bound to it.
+            adapter: bound to it; None where the model fills masks by itself.
+            block_size: anchor and slots together; None is what the adapter or the model was
+                trained for.
+            threshold: passes go on until every slot has been this sure of its token, each but the
+                last tells the next the tokens that were; 0 leaves their number to the adapter.
             stops_early: heed the adapter's `confidence_floor`.
+
+        Raises:
+            ConfigError: a model that does not fill masks, a block size beyond the adapter's slots,
+                or a threshold for passes that are told nothing.
         """
-        self._backbone, self._adapter = backbone, adapter
-        self.taps = adapter.config.taps
-        self.max_draft_tokens = adapter.config.num_draft_tokens
-        self.preferred_draft_tokens = adapter.config.preferred_draft_tokens or self.max_draft_tokens
+        self._backbone = backbone
+        self._adapter = adapter = own_drafts(backbone) if adapter is None else adapter
+        config = adapter.config
+        most = config.num_draft_tokens if block_size is None else block_size - 1
+        if most > config.num_draft_tokens and config.entry_layer > 0:
+            raise ConfigError(
+                f"block_size: got {block_size}, expected at most {config.num_draft_tokens + 1}, "
+                "which is what the adapter was trained for."
+            )
+        if threshold > 0 and (config.corruption != "mask" or config.sampler_size):
+            raise ConfigError(
+                f"threshold: got {threshold}, expected 0 for an adapter of random tokens or with a "
+                "sampler head: no later pass sees what an earlier one chose."
+            )
+        self.taps = config.taps
+        self.max_draft_tokens = most
+        self.preferred_draft_tokens = most
+        if block_size is None:
+            self.preferred_draft_tokens = config.preferred_draft_tokens or most
+        self._threshold = threshold
         # Elsewhere a row of a verify pass costs next to nothing, and looking costs a host sync.
         heeds = stops_early and backbone.device.type == "cpu"
-        self._floor = adapter.config.confidence_floor if heeds else 0.0
+        self._floor = config.confidence_floor if heeds else 0.0
 
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
         """Propose K tokens per row: argmax where the row is greedy, else a draw and its law.
@@ -52,15 +85,18 @@ class SelfDiffusionDrafter:
         for sampled rows too: a slot's law may depend on a token that stands behind it only if that
         token was not drawn. Given the context such tokens are certain, so their law is a point.
         """
-        rows, head = state.rows, self._adapter.head
+        rows = state.rows
         count = min(plan.num_draft_tokens, self.max_draft_tokens)
         known = torch.full((len(rows), count), MASKED, device=self._backbone.device)
-        num_passes = min(self._adapter.config.num_passes, count)
-        for done in range(1, num_passes):
+        num_passes = 0
+        while True:
             slots = self._slots(state, known)
-            logits = head.logits(slots.flatten(0, 1), None).view(*known.shape, -1)
-            known = reveal(logits, head.vocabulary, known, count * done // num_passes)
-        chosen, laws, lengths = self._choose(rows, self._slots(state, known), known)
+            num_passes += 1
+            told = self._tell(slots, known, num_passes)
+            if told is known:
+                break
+            known = told
+        chosen, laws, lengths = self._choose(rows, slots, known)
         return Proposal(chosen, lengths, laws, num_forwards=num_passes)
 
     def observe(self, record: StepRecord) -> None:
@@ -104,6 +140,27 @@ class SelfDiffusionDrafter:
             entry=Entry(config.entry_layer, inputs, adapter.for_pass(width)),
         )
         return out.hidden[last][:, 1 - config.logit_shift :]
+
+    def _tell(self, slots: Tensor, known: Tensor, num_passes: int) -> Tensor:
+        """Return what the next pass is told, `known` itself where no pass follows.
+
+        A row that needs no further pass keeps what is known, so a pass that others need gives it
+        the same slots again.
+
+        Args:
+            slots: [B, K, C] of the last pass.
+            known: [B, K] what it was told.
+            num_passes: how many there were.
+        """
+        head, count = self._adapter.head, known.shape[1]
+        most = min(self._adapter.config.num_passes, count)
+        if self._threshold == 0 and num_passes == most:
+            return known
+        logits = head.logits(slots.flatten(0, 1), None).view(*known.shape, -1)
+        if self._threshold == 0:
+            return reveal(logits, head.vocabulary, known, count * num_passes // most)
+        told = reveal_sure(logits, head.vocabulary, known, self._threshold)
+        return known if torch.equal(told, known) else told  # host sync
 
     def _choose(
         self, rows: Sequence[SequenceState], slots: Tensor, known: Tensor

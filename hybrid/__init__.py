@@ -31,6 +31,7 @@ _LAZY = {
     "SamplingParams": "hybrid.params",
     "Source": "hybrid.types",
     "StepRecord": "hybrid.types",
+    "Strategy": "hybrid.strategy",
     "StreamEvent": "hybrid.types",
 }
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from hybrid.errors import KernelUnavailableError as KernelUnavailableError
     from hybrid.errors import ProposalError as ProposalError
     from hybrid.params import SamplingParams as SamplingParams
+    from hybrid.strategy import Strategy as Strategy
     from hybrid.types import GenerationResult as GenerationResult
     from hybrid.types import Source as Source
     from hybrid.types import StepRecord as StepRecord

@@ -5,7 +5,10 @@ Nothing else reads ``os.environ``; docs/environment.md lists the variables.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         """Validate `data`.
 
         Raises:
@@ -54,6 +57,30 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
             expected = item["msg"].removeprefix("Input should be ")
             parts.append(f"{where}: got {item['input']!r}, expected {expected}.")
     return " ".join(parts)
+
+
+def parse_setting(text: str, where: str) -> tuple[str, Any]:
+    """Return the name and the value of ``KEY=VALUE``: JSON, or `1,2` for a list, or plain text.
+
+    Raises:
+        ConfigError: there is no name or no sign; it begins with `where`.
+    """
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise ConfigError(f"{where}: got {text!r}, expected KEY=VALUE, as in seed=1.")
+    literals = [value, f"[{value}]"] if "," in value else [value]
+    for literal in literals:
+        with suppress(json.JSONDecodeError):
+            return name, json.loads(literal)
+    return name, value
+
+
+def spell_settings(values: Mapping[str, Any]) -> str:
+    """Return settings as `parse_setting` reads them, separated by blanks."""
+    return " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in values.items()
+    )
 
 
 def checks_enabled() -> bool:

@@ -6,18 +6,20 @@ Next: hybrid/decode/loop.py.
 from __future__ import annotations
 
 import secrets
-import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from hybrid import registry
+from hybrid.assembly import Parts
+from hybrid.decode.canvases import CanvasModel, decode_canvases
+from hybrid.decode.denoise import DenoiseRow, denoise
 from hybrid.decode.loop import run
+from hybrid.decode.policies import DenoisePreset
 from hybrid.decode.step import Engine
 from hybrid.decode.stopping import StopRule
-from hybrid.errors import CapacityError, ConfigError, did_you_mean
+from hybrid.errors import CapacityError, ConfigError
 from hybrid.memory import require_memory
 from hybrid.metrics import RowMeter
 from hybrid.models.adapter import DiffusionAdapter
@@ -26,13 +28,12 @@ from hybrid.models.loading import load_model
 from hybrid.models.tokenizer import Tokenizer
 from hybrid.params import SamplingParams
 from hybrid.prompts import is_batch, to_token_ids
-from hybrid.protocols import Backbone, Drafter, Router, Verifier
+from hybrid.protocols import Backbone, Cache, Drafter, Verifier
 from hybrid.request import Request
-from hybrid.router.adaptive import AdaptiveRouter
-from hybrid.router.fixed import FixedRouter
-from hybrid.types import SequenceState, StreamEvent
+from hybrid.strategy import Strategy, VerifiedPreset, fitting, resolve
+from hybrid.types import SequenceState, StepRecord, StreamEvent
 
-STRATEGIES = ("ar", "speculative", "ngram", "auto")
+Steps = Generator[StepRecord, None, None]
 
 
 class HybridDecoder:
@@ -46,8 +47,6 @@ class HybridDecoder:
         tokenizer: None when the checkpoint has none; prompts are then token ids.
         model_name: what it was loaded from.
     """
-
-    strategies = STRATEGIES
 
     def __init__(
         self,
@@ -80,37 +79,7 @@ class HybridDecoder:
         """
         self.backbone, self.tokenizer, self.model_name = backbone, tokenizer, model_name
         self.adapter = adapter
-        if num_draft_tokens is not None and not _is_count(num_draft_tokens):
-            raise ConfigError(
-                f"num_draft_tokens: got {num_draft_tokens!r}, expected an integer of at least 1. "
-                "To decode without a draft use strategy='ar'."
-            )
-        self._num_draft_tokens = num_draft_tokens
-        if drafter is None:
-            drafter = "combined" if adapter is not None else "ngram"
-        if isinstance(drafter, str) and drafter.startswith("dflash:"):
-            drafter = Path(drafter.removeprefix("dflash:"))
-        if isinstance(drafter, Path):
-            load = registry.load("drafter", "dflash").from_pretrained
-            self._drafter: str | Drafter = load(backbone, drafter)
-        else:
-            self._drafter = drafter
-        self._verifier = verifier
-        # Fails now, not at the first request.
-        most = self._make_drafter(self._drafter).max_draft_tokens
-        if num_draft_tokens is not None and 0 < most < num_draft_tokens:
-            raise ConfigError(
-                f"num_draft_tokens: got {num_draft_tokens}, expected at most {most}, "
-                f"which is what drafter {self.drafter_name!r} can propose."
-            )
-        if isinstance(verifier, str):
-            if verifier != "auto":
-                registry.load("verifier", verifier)
-        elif not isinstance(verifier, Verifier):
-            raise ConfigError(
-                f"verifier: got {type(verifier).__name__}, expected a name or a Verifier "
-                "(hybrid/protocols.py)."
-            )
+        self._parts = Parts(backbone, adapter, drafter, verifier, num_draft_tokens, model_name)
 
     @classmethod
     def from_pretrained(
@@ -118,6 +87,7 @@ class HybridDecoder:
         model: str | Path = "default",
         *,
         device: str = "auto",
+        device_map: str | Mapping[str, str | int] | None = None,
         dtype: str = "auto",
         adapter: str | Path | None = None,
         drafter: str | Path | Drafter | None = None,
@@ -131,8 +101,10 @@ class HybridDecoder:
         Args:
             model: "default" (SmolLM2-135M-Instruct), a Hugging Face folder, a GGUF file, a hub id.
             device: "auto", "cpu", "cuda", "cuda:N".
+            device_map: the same in transformers' words: "auto", or one device for the whole model.
             dtype: "auto", "float32", "bfloat16", "int4" (a GGUF's own 4 bits, CPU).
-            adapter: folder of a diffusion adapter; None takes the shipped one if there is any.
+            adapter: folder of a diffusion adapter; None takes the shipped one if there is any. For
+                LLaDA and Dream it is a D2F adapter in PEFT's format.
             drafter: see the constructor.
             verifier: see the constructor.
             num_draft_tokens: see the constructor.
@@ -145,10 +117,16 @@ class HybridDecoder:
             ConfigError: an unknown name or value.
         """
         loaded = load_model(
-            model, device=device, dtype=dtype, adapter=adapter, exact=exact, progress=progress
+            model,
+            device=device,
+            device_map=device_map,
+            dtype=dtype,
+            adapter=adapter,
+            exact=exact,
+            progress=progress,
         )
         return cls(
-            loaded.backbone,
+            cast(Backbone, loaded.backbone),  # DiffusionGemma is none, and is not asked for passes
             loaded.tokenizer,
             adapter=loaded.adapter,
             drafter=drafter,
@@ -160,19 +138,35 @@ class HybridDecoder:
     @property
     def drafter_name(self) -> str:
         """Drafter of strategy "speculative"."""
-        return self._drafter if isinstance(self._drafter, str) else self._drafter.name
+        return self._parts.drafter_name
 
     @property
     def verifier_name(self) -> str:
         """Verifier, or "auto"."""
-        return self._verifier if isinstance(self._verifier, str) else self._verifier.name
+        return self._parts.verifier_name
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names of the presets that this model can run."""
+        return fitting(self.backbone)
+
+    def resolve_strategy(
+        self, strategy: str | Strategy | None = None, *, allow_unverified: bool = False
+    ) -> Strategy:
+        """Return what a request with these arguments decodes with; see `generate`.
+
+        Raises:
+            ConfigError: unknown, or not for this model; the message lists what is.
+        """
+        return resolve(strategy, self.backbone, unverified=allow_unverified)
 
     def generate(
         self,
         prompt: Any,
         params: SamplingParams | None = None,
         *,
-        strategy: str = "speculative",
+        strategy: str | Strategy | None = None,
+        allow_unverified: bool = False,
         **fields: Any,
     ) -> Any:
         """Generate for one prompt or a list of prompts.
@@ -181,8 +175,9 @@ class HybridDecoder:
             prompt: a string (raw), a list of chat messages, a list of token ids, or a list of
                 these (decoded as one batch).
             params: sampling and stopping; the default is greedy, 256 tokens.
-            strategy: "speculative" (lossless default), "ar", "ngram", "auto" (lossless; drafts
-                only while that is the faster way here).
+            strategy: a name or `Strategy.preset(...)` (`hybrid list presets`); None is what the
+                weights are meant for: "speculative", which is lossless, for AR models.
+            allow_unverified: let a block-causal model verify, which was never trained to.
             **fields: single fields of `SamplingParams`, on top of `params`.
 
         Returns:
@@ -194,7 +189,12 @@ class HybridDecoder:
         """
         several = is_batch(prompt)
         requests, events = self._start(
-            list(prompt) if several else [prompt], params, strategy, fields, text=False
+            list(prompt) if several else [prompt],
+            params,
+            strategy,
+            fields,
+            text=False,
+            allow_unverified=allow_unverified,
         )
         for _ in events:
             pass
@@ -206,7 +206,8 @@ class HybridDecoder:
         prompt: Any,
         params: SamplingParams | None = None,
         *,
-        strategy: str = "speculative",
+        strategy: str | Strategy | None = None,
+        allow_unverified: bool = False,
         **fields: Any,
     ) -> Generator[StreamEvent, None, None]:
         """Generate for one prompt and hand out each step. Closing the iterator cancels.
@@ -219,7 +220,9 @@ class HybridDecoder:
         """
         if is_batch(prompt):
             raise ConfigError("stream: got a list of prompts, expected one. Use generate().")
-        _, events = self._start([prompt], params, strategy, fields, text=True)
+        _, events = self._start(
+            [prompt], params, strategy, fields, text=True, allow_unverified=allow_unverified
+        )
         return events
 
     def plan_memory(self, max_seq_len: int | None = None, batch: int = 1) -> dict[str, int]:
@@ -230,15 +233,17 @@ class HybridDecoder:
             batch: rows.
 
         Raises:
-            ConfigError: numbers below 1.
+            ConfigError: numbers below 1, or a model that decodes by its own code.
         """
+        if not hasattr(self.backbone, "new_cache"):
+            raise ConfigError(f"plan_memory: {self.model_name} allocates as transformers does.")
         max_seq_len = self.backbone.max_seq_len if max_seq_len is None else max_seq_len
         if max_seq_len < 1 or batch < 1:
             raise ConfigError(
                 f"plan_memory: got max_seq_len {max_seq_len} and batch {batch}, "
                 "expected at least 1."
             )
-        width = 1 + self._make_drafter(self._drafter).max_draft_tokens
+        width = 1 + self._parts.drafter().max_draft_tokens
         chunk = min(self.backbone.prefill_chunk, max_seq_len)
         itemsize = self.backbone.dtype.itemsize
         heads = getattr(getattr(self.backbone, "spec", None), "num_heads", 1)
@@ -258,36 +263,86 @@ class HybridDecoder:
         self,
         prompts: Sequence[Any],
         params: SamplingParams | None,
-        strategy: str,
+        strategy: str | Strategy | None,
         fields: dict[str, Any],
         *,
         text: bool,
+        allow_unverified: bool,
     ) -> tuple[list[Request], Generator[StreamEvent, None, None]]:
         """Check everything, allocate everything, and return an iterator that has not begun."""
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigError(f"params: got {type(params).__name__}, expected SamplingParams.")
         params = SamplingParams(**fields) if params is None else params.replace(**fields)
-        drafter, router = self._parts(strategy)
+        chosen = self.resolve_strategy(strategy, allow_unverified=allow_unverified)
         requests = [
             self._request(index, prompt, params, text=text, several=len(prompts) > 1)
             for index, prompt in enumerate(prompts)
         ]
+        if not isinstance(chosen.settings, (VerifiedPreset, DenoisePreset)):
+            rows = [(request.state, request.rule) for request in requests]
+            steps = decode_canvases(cast(CanvasModel, self.backbone), rows, chosen.settings)
+        elif isinstance(chosen.settings, DenoisePreset):
+            steps = self._denoise(requests, chosen, params, view=text)
+        else:
+            steps = self._verify(requests, chosen.name, chosen.settings, params)
+        return requests, _events(steps, requests)
+
+    def _verify(
+        self,
+        requests: Sequence[Request],
+        name: str,
+        settings: VerifiedPreset,
+        params: SamplingParams,
+    ) -> Steps:
+        """Return the steps of drafts that the target verifies."""
+        drafter, router = self._parts.of_preset(name, settings)
         longest = max(len(request.state.tokens) for request in requests)
-        capacity = longest + params.max_new_tokens + 1 + drafter.max_draft_tokens
-        require_memory(
-            self.backbone.cache_nbytes(len(requests), capacity),
-            self.backbone.device,
-            f"The KV cache for {len(requests)} x {capacity} tokens",
+        cache = self._cache(
+            len(requests), longest + params.max_new_tokens + 1 + drafter.max_draft_tokens
         )
         engine = Engine(
             self.backbone,
-            self.backbone.new_cache(len(requests), capacity),
+            cache,
             drafter,
-            self._make_verifier(params),
+            self._parts.verifier(params),
             router,
             rules={request.state.row: request.rule for request in requests},
+            barred=self._parts.barred(settings),
         )
-        return requests, _events(engine, requests)
+        return run(engine, [request.state for request in requests])
+
+    def _denoise(
+        self,
+        requests: Sequence[Request],
+        chosen: Strategy,
+        params: SamplingParams,
+        *,
+        view: bool,
+    ) -> Steps:
+        """Return the steps of a denoising preset."""
+        assert isinstance(chosen.settings, DenoisePreset)
+        if params.has_penalties or params.min_new_tokens or params.logprobs is not None:
+            raise ConfigError(
+                f"strategy {chosen.name!r}: got penalties, min_new_tokens or logprobs, which are "
+                "defined for tokens from left to right. Leave them out, or use a strategy that "
+                "verifies."
+            )
+        rows = [
+            DenoiseRow.start(self.backbone, chosen.settings, request.state, request.rule)
+            for request in requests
+        ]
+        cache = self._cache(
+            rows[0].denoiser.copies * len(rows), max(len(row.canvas) for row in rows)
+        )
+        return denoise(self.backbone, cache, rows, view=view)
+
+    def _cache(self, batch: int, capacity: int) -> Cache:
+        require_memory(
+            self.backbone.cache_nbytes(batch, capacity),
+            self.backbone.device,
+            f"The KV cache for {batch} x {capacity} tokens",
+        )
+        return self.backbone.new_cache(batch, capacity)
 
     def _request(
         self, index: int, prompt: Any, params: SamplingParams, *, text: bool, several: bool
@@ -318,74 +373,10 @@ class HybridDecoder:
         rule = StopRule(params, self.backbone.eos_token_ids, needs_text)
         return Request(state, rule, RowMeter(index, len(ids)), decode)
 
-    def _parts(self, strategy: str) -> tuple[Drafter, Router]:
-        if strategy not in STRATEGIES:
-            raise ConfigError(
-                f"strategy: got {strategy!r}.{did_you_mean(str(strategy), STRATEGIES)}"
-            )
-        if strategy != "ar" and not getattr(self.backbone, "supports_rollback", True):
-            warnings.warn(
-                f"{self.model_name} keeps a state that cannot be rolled back: "
-                f"strategy {strategy!r} decodes token by token.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            strategy = "ar"
-        if strategy == "ar":
-            return self._make_drafter("none"), FixedRouter(0)
-        drafter = self._make_drafter("ngram" if strategy == "ngram" else self._drafter)
-        preferred: int = getattr(drafter, "preferred_draft_tokens", drafter.max_draft_tokens)
-        count = self._num_draft_tokens or preferred
-        return drafter, AdaptiveRouter(count) if strategy == "auto" else FixedRouter(count)
 
-    def _make_drafter(self, drafter: str | Drafter) -> Drafter:
-        if not isinstance(drafter, str):
-            if not isinstance(drafter, Drafter):
-                raise ConfigError(
-                    f"drafter: got {type(drafter).__name__}, expected a name or a Drafter "
-                    "(hybrid/protocols.py)."
-                )
-            return drafter
-        make = registry.load("drafter", drafter)
-        if drafter == "ngram" and self._num_draft_tokens is not None:
-            return make(max_draft_tokens=self._num_draft_tokens)
-        if drafter in {"self-diffusion", "combined"}:
-            if self.adapter is None:
-                raise ConfigError(
-                    f"drafter {drafter!r}: {self.model_name} has no diffusion adapter. Give "
-                    "adapter=FOLDER (see `hybrid train self-diffusion`) or use drafter='ngram'."
-                )
-            # Who asks for K tokens gets K; the adapter's own K may end earlier.
-            return make(self.backbone, self.adapter, stops_early=self._num_draft_tokens is None)
-        if drafter == "dflash":
-            raise ConfigError(
-                "drafter 'dflash': expected its folder, drafter='dflash:FOLDER' (see `hybrid train "
-                "dflash`)."
-            )
-        return make()
-
-    def _make_verifier(self, params: SamplingParams) -> Verifier:
-        if not isinstance(self._verifier, str):
-            return self._verifier
-        name = self._verifier
-        if name == "greedy" and not params.is_greedy:
-            raise ConfigError(
-                f"verifier 'greedy': got temperature {params.temperature}, expected 0. "
-                "Use verifier='rejection' or 'block' to sample, or leave it at 'auto'."
-            )
-        if name == "auto":
-            name = "greedy" if params.is_greedy else "rejection"
-        return registry.load("verifier", name)()
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _events(engine: Engine, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:
+def _events(steps: Steps, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:
     for request in requests:
         request.meter.restart()  # the reader may have waited before it asked for the first event
-    steps = run(engine, [request.state for request in requests])
     try:
         for record in steps:
             # A stream has one request; a batch's events are not handed out.

@@ -2,8 +2,8 @@
 
 Definitions (docs/glossary.md): acceptance length = tokens committed by decode steps / target passes
 of decode (bonus included, prefill excluded); acceptance rate = accepted / drafted; TPF = tokens
-committed by decode steps / all backbone passes of decode, draft passes included; total TPF counts
-the prefill and its token too.
+committed by decode steps / all backbone passes of decode, draft and denoising passes included;
+total TPF counts the prefill and its token too. What was denoised has no acceptance length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RowMeter:
         self._started = time.perf_counter()
         self._first: float | None = None
         self._last = self._started
-        self._prefill = self._draft = self._verify = 0
+        self._prefill = self._draft = self._verify = self._denoise = 0
         self._new = self._decoded = self._drafted = self._accepted = 0
         self._histogram: list[int] = []
         self._forward_seconds = 0.0
@@ -54,6 +54,7 @@ class RowMeter:
             return row
         self._draft += record.num_draft_forwards
         self._verify += record.num_verify_forwards
+        self._denoise += record.num_denoise_forwards
         self._decoded += len(row.tokens)
         self._drafted += row.num_drafted
         self._accepted += row.num_accepted
@@ -66,7 +67,7 @@ class RowMeter:
         """Return the numbers so far."""
         first = self._first if self._first is not None else self._last
         seconds = self._last - self._started
-        decode = self._draft + self._verify
+        decode = self._draft + self._verify + self._denoise
         return Stats(
             num_prompt_tokens=self._num_prompt_tokens,
             num_new_tokens=self._new,
@@ -74,9 +75,10 @@ class RowMeter:
             num_prefill_forwards=self._prefill,
             num_draft_forwards=self._draft,
             num_verify_forwards=self._verify,
+            num_denoise_forwards=self._denoise,
             num_drafted=self._drafted,
             num_accepted=self._accepted,
-            acceptance_length=_ratio(self._decoded, self._verify),
+            acceptance_length=0.0 if self._denoise else _ratio(self._decoded, self._verify),
             acceptance_rate=_ratio(self._accepted, self._drafted),
             tokens_per_forward=_ratio(self._decoded, decode),
             total_tokens_per_forward=_ratio(self._new, self._prefill + decode),
@@ -93,10 +95,12 @@ class RowMeter:
 def pooled(parts: Sequence[Stats]) -> dict[str, float]:
     """Return the micro-averaged ratios of several requests (sums divided by sums)."""
     verify = sum(s.num_verify_forwards for s in parts)
-    decode = verify + sum(s.num_draft_forwards for s in parts)
-    decoded = sum(round(s.acceptance_length * s.num_verify_forwards) for s in parts)
+    accepted = sum(round(s.acceptance_length * s.num_verify_forwards) for s in parts)
+    decodes = [s.num_forwards - s.num_prefill_forwards for s in parts]
+    decode = sum(decodes)
+    decoded = sum(round(s.tokens_per_forward * n) for s, n in zip(parts, decodes, strict=True))
     return {
-        "acceptance_length": _ratio(decoded, verify),
+        "acceptance_length": _ratio(accepted, verify),
         "acceptance_rate": _ratio(
             sum(s.num_accepted for s in parts), sum(s.num_drafted for s in parts)
         ),

@@ -1,7 +1,7 @@
-"""Names of drafters and verifiers, kept as strings so that nothing is imported before use.
+"""Names of drafters, verifiers and presets, as strings so that nothing is imported before use.
 
-Other packages add theirs through the entry-point groups ``hybrid.drafters`` and
-``hybrid.verifiers``.
+Other packages add theirs through the entry-point groups ``hybrid.drafters``, ``hybrid.verifiers``
+and ``hybrid.presets``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,39 @@ VERIFIERS: Mapping[str, str] = MappingProxyType(
         "block": "hybrid.verifiers.block:BlockVerifier",
     }
 )
-_BUILT_IN = {"drafter": DRAFTERS, "verifier": VERIFIERS}
+PRESETS: Mapping[str, str] = MappingProxyType(
+    {
+        "ar": "hybrid.strategy:Ar",
+        "speculative": "hybrid.strategy:Speculative",
+        "ngram": "hybrid.strategy:Ngram",
+        "auto": "hybrid.strategy:Auto",
+        "dflash": "hybrid.strategy:DFlash",
+        "llada": "hybrid.drafters.denoise.presets:LLaDA",
+        "dream": "hybrid.drafters.denoise.presets:Dream",
+        "fast-dllm": "hybrid.drafters.denoise.presets:FastDLLM",
+        "d3llm": "hybrid.drafters.denoise.presets:D3LLM",
+        "slowfast": "hybrid.drafters.denoise.presets:SlowFast",
+        "sdar": "hybrid.drafters.denoise.block_presets:SDAR",
+        "llada2": "hybrid.drafters.denoise.block_presets:LLaDA2",
+        "llada2.1": "hybrid.drafters.denoise.block_presets:LLaDA21",
+        "d2f": "hybrid.drafters.denoise.block_presets:D2F",
+        "fast-dllm-v2": "hybrid.drafters.denoise.block_presets:FastDLLMv2",
+        "nemotron": "hybrid.drafters.denoise.block_presets:Nemotron",
+        "dllm-cache": "hybrid.drafters.denoise.cached_presets:DLLMCache",
+        "entropy-cache": "hybrid.drafters.denoise.cached_presets:EntropyCache",
+        "eb": "hybrid.drafters.denoise.presets:EntropyBound",
+        "free-cache": "hybrid.drafters.denoise.cached_presets:FreeCache",
+        "wedlm": "hybrid.drafters.denoise.wedlm:WeDLM",
+        "ssd": "hybrid.drafters.denoise.ssd:SSD",
+        "guided": "hybrid.drafters.denoise.guided:Guided",
+        "diffusion-gemma": "hybrid.models.diffusion_gemma:CanvasSettings",
+    }
+)
+_BUILT_IN = {"drafter": DRAFTERS, "verifier": VERIFIERS, "preset": PRESETS}
 
 
 def names(kind: str) -> dict[str, str]:
-    """Return {name: "module:attribute"} of one kind, "drafter" or "verifier"."""
+    """Return {name: "module:attribute"} of one kind: "drafter", "verifier" or "preset"."""
     found = {e.name: e.value for e in entry_points(group=f"hybrid.{kind}s")}
     return {**found, **_BUILT_IN[kind]}
 

@@ -13,7 +13,7 @@ import torch
 from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row
 from hybrid.decode.fallback import absorb_or_nothing, empty_proposal, reset_or_nothing
-from hybrid.decode.step import Engine, decode_step, keep_taps, transform_and_verify
+from hybrid.decode.step import Engine, bar, decode_step, keep_taps, transform_and_verify
 from hybrid.protocols import ForwardOutput
 from hybrid.types import Mode, SequenceState, StepRecord, Write
 
@@ -73,13 +73,13 @@ def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, t
         )
         num_forwards += 1
         absorb_or_nothing(engine, [row.row], out.hidden, [chunk.shape[1]])
-    assert out.logits is not None
+    logits = bar(engine, out)
     forwarded = time.perf_counter()
     # The step's own verdict and commit, with nothing drafted.
     engine.rows = [row]
     proposal = empty_proposal(1)
-    verdict = transform_and_verify(engine, out.logits, proposal)
-    row_step = commit_row(engine, 0, proposal, verdict, out.logits)
+    verdict = transform_and_verify(engine, logits, proposal)
+    row_step = commit_row(engine, 0, proposal, verdict, logits)
     keep_taps(engine, {}, (0,))
     record = StepRecord(
         mode=Mode.PREFILL,

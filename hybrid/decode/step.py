@@ -17,7 +17,15 @@ from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row
 from hybrid.decode.fallback import absorb_or_nothing, draft_or_nothing, observe_or_nothing
 from hybrid.decode.stopping import StopRule
-from hybrid.protocols import Backbone, Cache, Drafter, DraftState, Router, Verifier
+from hybrid.protocols import (
+    Backbone,
+    Cache,
+    Drafter,
+    DraftState,
+    ForwardOutput,
+    Router,
+    Verifier,
+)
 from hybrid.sampling import process_logits
 from hybrid.types import Mode, Proposal, SequenceState, StepRecord, Verdict
 
@@ -32,6 +40,7 @@ class Engine:
         hidden: {layer: [B, C]} taps of each active row's last cached token.
         history: what the steps so far did.
         drafter_failed: the drafter raised, and the user was told.
+        barred: ids that are no answer: mask tokens.
     """
 
     backbone: Backbone
@@ -44,6 +53,7 @@ class Engine:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     history: list[StepRecord] = field(default_factory=list)
     drafter_failed: bool = False
+    barred: tuple[int, ...] = ()
 
 
 def decode_step(engine: Engine) -> StepRecord:
@@ -69,10 +79,10 @@ def decode_step(engine: Engine) -> StepRecord:
         [row.row for row in rows],
         taps=engine.drafter.taps,
     )
-    assert out.logits is not None
+    logits = bar(engine, out)
     forwarded = time.perf_counter()
-    verdict = transform_and_verify(engine, out.logits, proposal)
-    steps = [commit_row(engine, b, proposal, verdict, out.logits) for b in range(len(rows))]
+    verdict = transform_and_verify(engine, logits, proposal)
+    steps = [commit_row(engine, b, proposal, verdict, logits) for b in range(len(rows))]
     for row, step in zip(rows, steps, strict=True):
         # K/V of the anchor and of all but the last committed token, which is the next anchor.
         engine.cache.commit(row.row, len(step.tokens))
@@ -92,6 +102,15 @@ def decode_step(engine: Engine) -> StepRecord:
     observe_or_nothing(engine, record)
     engine.history.append(record)
     return record
+
+
+def bar(engine: Engine, out: ForwardOutput) -> Tensor:
+    """Return the logits of a target pass with the ids that are no answer at -inf."""
+    assert out.logits is not None
+    if not engine.barred:
+        return out.logits
+    ids = torch.tensor(engine.barred, device=out.logits.device)
+    return out.logits.index_fill(-1, ids, float("-inf"))
 
 
 def transform_and_verify(engine: Engine, logits: Tensor, proposal: Proposal) -> Verdict:

@@ -129,7 +129,7 @@ def test_committed_cache_equals_a_fresh_prefill_after_every_step(family, drafter
     backbone = tiny_backbone(family)
     sequences = references(family, "float32")
     model = decoder(backbone, make_drafter(drafter, sequences, 4), num_draft_tokens=4)
-    parts, _ = model._parts("speculative")
+    parts = model._parts.drafter()
     params = SamplingParams(max_new_tokens=NEW)
     engine, rows = make_engine(backbone, parts, PROMPTS, params)
     steps = 0

@@ -179,7 +179,7 @@ def test_a_sampled_draft_follows_the_rows_own_law() -> None:
 def test_calls_do_not_share_what_they_saw() -> None:
     backbone = tiny_backbone()
     model = decoder(backbone, random_dflash(backbone))
-    drafter: Any = model._drafter
+    drafter: Any = model._parts.drafter()
     alone = [model.generate(p, max_new_tokens=NEW) for p in PROMPTS[:2]]
     streams = [model.stream(p, max_new_tokens=NEW) for p in PROMPTS[:2]]
     together = [list(event) for event in itertools.zip_longest(*streams)]

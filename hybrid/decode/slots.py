@@ -1,0 +1,107 @@
+"""`Slots`: what a pass predicts for some slots. Numbers are computed when a rule asks for them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hybrid.params import SamplingParams
+from hybrid.sampling import argmax, process_logits, sample
+
+_LEAST = torch.finfo(torch.float32).min  # an id of probability 0 must not add 0 * -inf
+
+
+class Slots:
+    """Predictions for n slots.
+
+    Attributes:
+        positions: [n] in the canvas, CPU.
+        masked: [n] whether each slot is still masked, CPU.
+        current: [n] tokens in the slots, CPU.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        *,
+        masked: Tensor,
+        current: Tensor,
+        sampling: SamplingParams,
+        generator: torch.Generator,
+        raw_confidence: bool = False,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            logits: [n, V], the mask token's already at -inf.
+            positions: see the attributes.
+            masked: see the attributes.
+            current: see the attributes.
+            sampling: of the row; truncation (top_k, ...) counts for the scores of a greedy row too.
+            generator: the row's own stream.
+            raw_confidence: scores are those of the law before temperature and truncation.
+        """
+        self.positions, self.masked, self.current = positions, masked, current
+        self._logits, self._generator, self._is_greedy = logits, generator, sampling.is_greedy
+        self._law_logits = logits
+        if not sampling.is_greedy:
+            self._law_logits = process_logits(logits, sampling, (), 0)
+        elif sampling.top_p == 1 and not sampling.min_p:
+            if 0 < sampling.top_k < logits.shape[1]:
+                # The scores of a greedy row need the best logits, not whose they are.
+                self._law_logits = logits.topk(sampling.top_k).values
+        else:
+            self._law_logits = process_logits(logits, sampling.replace(temperature=1.0), (), 0)
+        self._scored_logits = logits if raw_confidence else self._law_logits
+
+    def __len__(self) -> int:
+        """Return n."""
+        return len(self.positions)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The predicted ids [n]: argmax, or a draw from the row's own stream. CPU."""
+        if self._is_greedy:
+            return argmax(self._logits).cpu()
+        laws = self._law_logits.softmax(dim=-1)
+        return torch.tensor([sample(law, self._generator) for law in laws], dtype=torch.long)
+
+    def tokens_at(self, index: Tensor) -> Tensor:
+        """Return the predicted ids of some slots; of a greedy row, the others' are not computed."""
+        if self._is_greedy and "tokens" not in self.__dict__:
+            return argmax(self._logits[index.to(self._logits.device)]).cpu()
+        return self.tokens[index]
+
+    @cached_property
+    def confidence(self) -> Tensor:
+        """Probability of each predicted id [n], float32, CPU."""
+        if self._is_greedy:
+            return self._probs.amax(dim=-1).cpu()
+        index = self.tokens.to(self._probs.device)[:, None]
+        return self._probs.gather(-1, index)[:, 0].cpu()
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """Entropy of each prediction [n], nats, CPU."""
+        # log sum exp - sum p x, with what the probabilities already know of the first term.
+        logits = self._scored_logits.float().clamp(min=_LEAST)
+        total = logits.amax(dim=-1) - self._probs.amax(dim=-1).log()
+        return (total - torch.linalg.vecdot(self._probs, logits)).cpu()
+
+    @cached_property
+    def margin(self) -> Tensor:
+        """Probability of the best id less that of the next [n], CPU."""
+        best = self._probs.topk(2, dim=-1).values
+        return (best[:, 0] - best[:, 1]).cpu()
+
+    @cached_property
+    def _probs(self) -> Tensor:
+        return self._scored_logits.softmax(dim=-1, dtype=torch.float32)
+
+    @cached_property
+    def random(self) -> Tensor:
+        """A number in [0, 1) per slot [n] from the row's own stream."""
+        return torch.rand(len(self), generator=self._generator, dtype=torch.float64)

@@ -1,0 +1,170 @@
+"""`Strategy`: a way to decode by name, with its parameters. `hybrid list presets` lists them.
+
+Two kinds: drafts that the target verifies (their output is that of AR decoding), and systems that
+denoise (drafters/denoise/presets.py). A model that decodes by its own code has settings of its own.
+Next: hybrid/assembly.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from hybrid import registry
+from hybrid.config import Config
+from hybrid.decode.policies import DenoisePreset
+from hybrid.errors import ConfigError, did_you_mean
+from hybrid.protocols import Backbone
+
+VERIFIED = ("ar", "speculative", "ngram", "auto", "dflash")
+
+
+class VerifiedPreset(Config):
+    """Decoding whose tokens the target has the last word on.
+
+    Attributes:
+        drafter: name of what proposes; None is the decoder's own.
+        needs: name of the drafter that the decoder must have been given.
+        is_adaptive: drafts only while that is the faster way here.
+    """
+
+    drafter: ClassVar[str | None] = None
+    needs: ClassVar[str | None] = None
+    is_adaptive: ClassVar[bool] = False
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """K that is asked for; None leaves it to the drafter."""
+        size: int | None = getattr(self, "block_size", None)
+        return None if size is None else size - 1
+
+
+class Ar(VerifiedPreset):
+    """One token per forward: the baseline."""
+
+    drafter: ClassVar[str | None] = "none"
+
+
+class Speculative(VerifiedPreset):
+    """Diffusion drafts, the same weights verify; output as ar.
+
+    Attributes:
+        block_size: anchor and drafted tokens together; None is the drafter's own choice.
+        threshold: draft passes go on until every slot has been this sure of its token; 0 is one
+            pass. For models that fill masks by themselves.
+    """
+
+    block_size: Annotated[int, Field(ge=2)] | None = None
+    threshold: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Ngram(VerifiedPreset):
+    """Copies from the text so far, then verifies; output as ar."""
+
+    drafter: ClassVar[str | None] = "ngram"
+
+
+class Auto(VerifiedPreset):
+    """Drafts only while that is the faster way here; output as ar."""
+
+    is_adaptive: ClassVar[bool] = True
+
+
+class DFlash(VerifiedPreset):
+    """A block-diffusion drafter over the target's features drafts (arXiv:2602.06036); output as ar.
+
+    Attributes:
+        block_size: anchor and drafted tokens together; None is that of the drafter's checkpoint.
+    """
+
+    needs: ClassVar[str | None] = "dflash"
+    block_size: Annotated[int, Field(ge=2)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A preset and the name it goes by.
+
+    Attributes:
+        name: as in `hybrid list presets`.
+        settings: its validated parameters.
+    """
+
+    name: str
+    settings: Config
+
+    @classmethod
+    def preset(cls, name: str, /, **parameters: Any) -> Strategy:
+        """Return the preset `name` with some parameters changed from their published defaults.
+
+        Raises:
+            ConfigError: no such preset or parameter, or a value outside its range.
+        """
+        known = registry.names("preset")
+        if name not in known:
+            raise ConfigError(f"strategy: got {name!r}.{did_you_mean(str(name), known)}")
+        make = registry.load("preset", name)
+        try:
+            return cls(name, make(**parameters))
+        except ConfigError as error:
+            raise ConfigError(f"strategy {name!r}: {error}") from None
+
+
+def resolve(strategy: str | Strategy | None, backbone: Backbone, *, unverified: bool) -> Strategy:
+    """Return what a request asks for, if the model can do it.
+
+    Args:
+        strategy: a name, a `Strategy`, or None for what the weights are meant for.
+        backbone: the model.
+        unverified: let a model verify that was never trained to.
+
+    Raises:
+        ConfigError: unknown, or not for this model; the message lists what is.
+    """
+    if strategy is None:
+        strategy = backbone.default_strategy
+    if isinstance(strategy, str):
+        strategy = Strategy.preset(strategy)
+    elif not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"strategy: got {type(strategy).__name__}, expected a name or Strategy.preset(...)."
+        )
+    problem = misfit(strategy.settings, backbone, unverified=unverified)
+    if problem:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: {problem} For this model: {', '.join(fitting(backbone))}."
+        )
+    return strategy
+
+
+def fitting(backbone: Backbone) -> tuple[str, ...]:
+    """Return the names of the presets that a model can run."""
+    presets = {name: registry.load("preset", name) for name in registry.names("preset")}
+    return tuple(name for name, make in presets.items() if not misfit(make(), backbone))
+
+
+def misfit(settings: Config, backbone: Backbone, *, unverified: bool = False) -> str | None:
+    """Return why a model cannot run a preset, None if it can."""
+    is_own = not isinstance(settings, (VerifiedPreset, DenoisePreset))
+    if hasattr(backbone, "canvases"):
+        return None if is_own else "this model decodes by its own code."
+    if is_own:
+        return "these are the settings of a model that decodes by its own code."
+    if isinstance(settings, DenoisePreset):
+        return settings.misfit(backbone)
+    if backbone.can_verify:
+        return None
+    context = backbone.context.value
+    if context == "bidirectional":
+        return (
+            "this model was trained with bidirectional attention. A causal pass of it says "
+            "nothing, so it can neither decode token by token nor verify a draft."
+        )
+    if unverified:
+        return None
+    return (
+        f"this model has {context} attention and no autoregressive objective, so what its causal "
+        "pass accepts is not what it would write. allow_unverified=True runs it all the same."
+    )
