@@ -21,6 +21,7 @@ from hybrid.models.linear import PackedLinear
 from hybrid.models.reference import TransformersReference
 from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone
+from hybrid.strategy import Strategy, VerifiedPreset
 from hybrid.types import Stats, StepRecord, Write
 
 SEED = 0  # Greedy decoding draws nothing; the report names it all the same.
@@ -67,34 +68,42 @@ class DecoderCandidate:
     """One strategy of a decoder.
 
     Attributes:
-        strategy: see `HybridDecoder.generate`.
-        drafter: what proposes under this strategy.
-        verifier: what accepts.
+        strategy: its name.
+        parameters: those of its parameters that were given.
+        drafter: what proposes under this strategy; None for one that denoises.
+        verifier: what accepts; likewise.
     """
 
     engine, version = "hybrid", __version__
 
-    def __init__(self, decoder: HybridDecoder, strategy: str) -> None:
+    def __init__(self, decoder: HybridDecoder, strategy: str | Strategy | None = None) -> None:
         """Wrap a decoder; it may be shared.
 
         Args:
             decoder: the model and its parts.
-            strategy: what is measured.
+            strategy: what is measured, see `HybridDecoder.generate`.
+
+        Raises:
+            ConfigError: the decoder has no such strategy.
         """
         self.decoder = copy(decoder)
         # Without a tokenizer a stream makes no text, so reading its records costs no time.
         self.decoder.tokenizer = None
-        self.strategy = strategy
+        self._chosen = decoder.resolve_strategy(strategy)
+        self.strategy, settings = self._chosen.name, self._chosen.settings
+        self.parameters = settings.model_dump(exclude_unset=True)
         self.dtype = precision(decoder.backbone)
-        self.name = f"{self.dtype} {strategy}"
-        own = {"ar": "none", "ngram": "ngram"}
-        self.drafter = own.get(strategy, decoder.drafter_name)
-        self.verifier = "greedy" if decoder.verifier_name == "auto" else decoder.verifier_name
+        self.name = f"{self.dtype} {self.strategy}"
+        self.drafter: str | None = None
+        self.verifier: str | None = None
+        if isinstance(settings, VerifiedPreset):
+            self.drafter = settings.drafter or decoder.drafter_name
+            self.verifier = "greedy" if decoder.verifier_name == "auto" else decoder.verifier_name
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Answer:
         """Return the greedy continuation and what each step did."""
         params = SamplingParams(max_new_tokens=max_new_tokens, seed=SEED)
-        events = list(self.decoder.stream(list(prompt), params, strategy=self.strategy))
+        events = list(self.decoder.stream(list(prompt), params, strategy=self._chosen))
         result = events[-1].result
         assert result is not None
         records = tuple(event.record for event in events)

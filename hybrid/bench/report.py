@@ -175,6 +175,7 @@ def _engine_numbers(
     seconds = sum(s.seconds for s in samples)
     return {
         "strategy": candidate.strategy,
+        "parameters": candidate.parameters,
         "drafter": candidate.drafter,
         "verifier": candidate.verifier,
         "num_draft_tokens": num_draft_tokens,
@@ -187,6 +188,7 @@ def _engine_numbers(
             "prefill": sum(s.num_prefill_forwards for s in stats),
             "draft": sum(s.num_draft_forwards for s in stats),
             "verify": sum(s.num_verify_forwards for s in stats),
+            "denoise": sum(s.num_denoise_forwards for s in stats),
         },
         "loop_overhead": 1 - forward_seconds(records) / seconds if is_cpu else None,
         "ms_per_forward": ms_per_forward(records) if is_cpu else None,
@@ -207,7 +209,7 @@ def ms_per_forward(records: Sequence[StepRecord]) -> dict[str, float]:
     """Return the median time of a pass: target passes by width (tokens), and draft passes."""
     times: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        if record.mode == Mode.PREFILL:
+        if record.mode == Mode.PREFILL or record.width == 0:  # 0: no pass ran
             continue
         times[str(record.width)].append(record.forward_seconds)
         if record.num_draft_forwards:

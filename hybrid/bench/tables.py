@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid.config import spell_settings
 from hybrid.metrics import acceptance_by_position, speedup
 
 NOTHING = "-"
@@ -30,6 +31,8 @@ def tables_of(document: Mapping[str, Any]) -> list[TextTable]:
         times = document["ms_per_forward"]
         return [_by_key("Milliseconds per forward by rows", "precision", times, "{:.1f}")]
     rows = document["rows"]
+    if document["kind"] == "policies":
+        return [_policies(rows, document["settings"]["bar"])]
     ours = [row for row in rows if row["engine"] == "hybrid"]
     times = {row["name"]: row["ms_per_forward"] or {} for row in ours}
     found = [
@@ -45,7 +48,9 @@ def tables_of(document: Mapping[str, Any]) -> list[TextTable]:
 
 def remarks_of(document: Mapping[str, Any]) -> list[str]:
     """Return what equality was judged by, and a sentence per row that is not equal."""
-    rows = document.get("rows", ())
+    if document["kind"] != "generate":
+        return []
+    rows = document["rows"]
     pairs = {row["dtype"]: row["reference"] for row in rows if row["reference"] is not None}
     remarks = [f"Equal in {dtype}: the tokens of {name}." for dtype, name in pairs.items()]
     return remarks + [
@@ -95,18 +100,29 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> TextTable:
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> TextTable:
-    lines = [
+    lines: list[tuple[str, ...]] = [
         (
             row["name"],
-            row["drafter"],
-            str(row["num_draft_tokens"]),
-            f"{row['acceptance_length']:.2f}",
+            row["drafter"] or NOTHING,
+            str(row["num_draft_tokens"]) if row["drafter"] else NOTHING,
+            f"{row['acceptance_length']:.2f}" if row["drafter"] else NOTHING,
             f"{row['tokens_per_forward']:.2f}",
             f"{row['forwards']['draft']}/{row['forwards']['verify']}",
         )
         for row in rows
     ]
-    headings = ("candidate", "drafter", "K", "acceptance", "TPF", "draft/verify")
+    headings: tuple[str, ...] = (
+        "candidate",
+        "drafter",
+        "K",
+        "acceptance",
+        "TPF",
+        "draft/verify",
+    )
+    denoising = [row["forwards"].get("denoise", 0) for row in rows]
+    if any(denoising):
+        headings = (*headings, "denoising")
+        lines = [(*line, str(n)) for line, n in zip(lines, denoising, strict=True)]
     return TextTable("Steps", headings, tuple(lines))
 
 
@@ -120,6 +136,33 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> TextTable:
         for row in rows
     ]
     return TextTable("Costs", ("candidate", "overhead", "planned MiB"), tuple(lines))
+
+
+def _policies(rows: Sequence[Mapping[str, Any]], bar: float) -> TextTable:
+    lines = [
+        (
+            f"{row['strategy']} {spell_settings(row['parameters'])}".rstrip(),
+            str(row["num_forwards"]),
+            f"{row['ms_per_forward']:.2f}",
+            f"{row['bare_ms_per_forward']:.2f}",
+            f"{row['ratio']:.3f}",
+            "yes" if row["ratio"] <= bar else "no",
+            str(round(row["tensor_bytes_per_forward"])),
+            str(round(row["python_bytes_per_forward"])),
+        )
+        for row in rows
+    ]
+    headings = (
+        "strategy",
+        "forwards",
+        "ms",
+        "bare ms",
+        "ratio",
+        f"≤ {bar}",
+        "tensor bytes kept",
+        "Python bytes kept",
+    )
+    return TextTable("A forward with its policies and without", headings, tuple(lines))
 
 
 def _positions(rows: Sequence[Mapping[str, Any]]) -> TextTable:

@@ -1,30 +1,31 @@
 """``hybrid bench``: transformers and our strategies on the same prompts, taking turns.
 
 stdout holds the tables and, on its last line, what was measured as one JSON document. ``hybrid
-bench report`` fills the tables of a Markdown page from such lines.
+bench report`` fills the tables of a Markdown page from such lines, ``hybrid bench policies`` is in
+bench_policies.py.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid.cli import options
-from hybrid.cli.bench_tables import print_tables
+from hybrid.cli import bench_policies, options
+from hybrid.cli.bench_tables import publish
 from hybrid.cli.options import ModelOptions
-from hybrid.errors import ConfigError, did_you_mean
+from hybrid.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybrid.bench.candidates import Candidate
     from hybrid.bench.prompts import Prompt
     from hybrid.decoder import HybridDecoder
     from hybrid.protocols import Backbone
+    from hybrid.strategy import Strategy
 
 EXAMPLES = """Examples:
 
@@ -34,7 +35,11 @@ EXAMPLES = """Examples:
 
   hybrid bench --strategies ar,auto --prompts questions.jsonl --no-transformers
 
+  hybrid bench --strategies speculative --set block_size=6
+
   hybrid bench --widths 1,2,4,8,16
+
+  hybrid bench policies
 
   hybrid bench report docs/results.md
 """
@@ -51,8 +56,13 @@ class BenchOptions:
     """What to measure, on what, against whom."""
 
     strategies: Annotated[
-        str, typer.Option(help="What to measure, separated by commas; see hybrid list.")
-    ] = "ar,ngram,speculative"
+        str | None,
+        typer.Option(
+            help="What to measure, separated by commas; see hybrid list presets. "
+            "Default: ar,ngram,speculative where the model can verify, else what it is meant for."
+        ),
+    ] = None
+    settings: options.Settings = field(default_factory=list)
     also_dtype: Annotated[
         str | None, typer.Option(help="Measure this precision in the same run too.")
     ] = None
@@ -65,8 +75,12 @@ class BenchOptions:
     ] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts.")] = None
     transformers: Annotated[
-        bool, typer.Option("--transformers/--no-transformers", help="Compare with its generate.")
-    ] = True
+        bool | None,
+        typer.Option(
+            "--transformers/--no-transformers",
+            help="Compare with its generate. Default: where the model can verify.",
+        ),
+    ] = None
     llama_cpp: Annotated[
         str | None,
         typer.Option(help="Compare with llama.cpp: a Python that has llama-cpp-python."),
@@ -91,7 +105,7 @@ def _bench(context: typer.Context, model: ModelOptions, what: BenchOptions) -> N
     from hybrid.bench.environment import describe
     from hybrid.bench.prompts import PROMPTS, Prompt, read_prompts
 
-    strategies = _strategies(what.strategies)
+    strategies = options.read_strategies(what.strategies, what.settings)
     widths = None if what.widths is None else _numbers(what.widths)
     prompts = [Prompt(p) for p in PROMPTS] if what.prompts is None else read_prompts(what.prompts)
     if what.threads is not None:
@@ -105,12 +119,10 @@ def _bench(context: typer.Context, model: ModelOptions, what: BenchOptions) -> N
     device = next(iter(decoders.values())).backbone.device
     document = {**measured, "environment": describe(device)}
     document["settings"] = {**asdict(model), **document["settings"]}
-    line = json.dumps(document)
-    if what.out is not None:
-        _append(what.out, line)
-    if not what.as_json:
-        print_tables(document)
-    typer.echo(line)
+    publish(document, what.out, as_json=what.as_json)
+
+
+bench.command(epilog=bench_policies.EPILOG)(bench_policies.policies)
 
 
 @bench.command()
@@ -127,30 +139,11 @@ def report(
     page.write_text(render(text, page.parent), encoding="utf-8")
 
 
-def _strategies(text: str) -> list[str]:
-    from hybrid.decoder import STRATEGIES
-
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in STRATEGIES:
-            raise ConfigError(f"strategies: got {name!r}.{did_you_mean(name, STRATEGIES)}")
-    return list(dict.fromkeys(names))
-
-
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"widths: got {text!r}, expected numbers such as 1,2,4,8.") from None
-
-
-def _append(path: Path, line: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    except OSError as error:
-        typer.echo(f"Warning: {path} cannot be written: {error}", err=True)
 
 
 def _by_precision(decoders: list[HybridDecoder]) -> dict[str, HybridDecoder]:
@@ -177,7 +170,7 @@ def _compare(
     model: ModelOptions,
     what: BenchOptions,
     decoders: dict[str, HybridDecoder],
-    strategies: list[str],
+    strategies: list[Strategy],
     asked: Sequence[Prompt],
 ) -> dict[str, Any]:
     from hybrid.bench.candidates import SEED, DecoderCandidate
@@ -193,7 +186,7 @@ def _compare(
     ours = [
         DecoderCandidate(decoder, strategy)
         for decoder in decoders.values()
-        for strategy in strategies
+        for strategy in strategies or _usual(decoder)
     ]
     with _baselines(model.model, what, first.backbone, max_seq_len) as baselines:
         candidates = [*baselines, *ours]
@@ -216,6 +209,10 @@ def _compare(
     }
 
 
+def _usual(decoder: HybridDecoder) -> Sequence[str | None]:
+    return ("ar", "ngram", "speculative") if decoder.backbone.can_verify else (None,)
+
+
 @contextmanager
 def _baselines(
     model: str, what: BenchOptions, backbone: Backbone, max_seq_len: int
@@ -229,8 +226,9 @@ def _baselines(
     from hybrid.models.store import resolve
 
     found: list[Candidate] = []
+    wanted = backbone.can_verify if what.transformers is None else what.transformers
     with ExitStack() as stack:
-        if what.transformers:
+        if wanted:
             with options.progress_bar() as report:
                 path = resolve(model, "float32", progress=report)
             found.append(TransformersCandidate(TransformersReference(path, backbone.device)))

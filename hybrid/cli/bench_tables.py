@@ -1,10 +1,14 @@
-"""The tables of ``hybrid bench`` on a terminal, as wide or as narrow as it is, or in a pipe."""
+"""What ``hybrid bench`` gives out: a JSON document, and its tables as the terminal or pipe is."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from hybrid.bench.tables import NOTHING, TextTable, machine_of, remarks_of, tables_of
 
@@ -13,6 +17,25 @@ if TYPE_CHECKING:
 
 _ENDLESS = 10_000
 _HEADING = 8  # columns a heading may take even where words and cells are shorter
+
+
+def publish(document: Mapping[str, Any], out: Path | None, *, as_json: bool) -> None:
+    """Append the document to the file `out`; print its tables, and itself as the last line."""
+    line = json.dumps(document)
+    if out is not None:
+        _append(out, line)
+    if not as_json:
+        print_tables(document)
+    typer.echo(line)
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        typer.echo(f"Warning: {path} cannot be written: {error}", err=True)
 
 
 def print_tables(document: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hybrid.cli import options
-from hybrid.cli.options import ModelOptions, SamplingOptions
+from hybrid.cli.options import ModelOptions, SamplingOptions, StrategyOptions
 from hybrid.errors import ConfigError
 
 EXAMPLES = """Examples:
@@ -16,6 +16,8 @@ EXAMPLES = """Examples:
 
   hybrid chat --temperature 0.7 --system "Answer in one sentence."
 
+  hybrid chat --model LLADA --strategy d3llm --set entropy_threshold=0.45
+
   printf 'Hello\\nAnd in French?\\n' | hybrid chat
 """
 
@@ -23,14 +25,13 @@ EXAMPLES = """Examples:
 @options.flatten
 def chat(
     model: ModelOptions,
+    strategy: StrategyOptions,
     sampling: SamplingOptions,
-    strategy: Annotated[
-        str, typer.Option(help="How tokens are produced; see hybrid list.")
-    ] = "speculative",
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
 ) -> None:
     """Chat in the terminal. With piped input each line is a message and the output is plain."""
     params = sampling.to_params()
+    strategy.preset()  # a wrong name is refused before anything is loaded
     decoder = options.load_decoder(model)
     if decoder.tokenizer is None or not decoder.tokenizer.has_chat_template:
         raise ConfigError(
@@ -46,8 +47,14 @@ def chat(
 
     screen, reader = terminal()
     session = ChatSession(
-        decoder.strategies, strategy, params, system, marks=glyphs_for(screen.console)
+        decoder,
+        strategy.resolve(decoder),
+        params,
+        system,
+        allow_unverified=strategy.allow_unverified,
+        marks=glyphs_for(screen.console),
     )
     if reader.is_interactive:
-        screen.show(Text(f"{decoder.model_name}, {strategy}. /help lists the commands.", "dim"))
+        about = f"{decoder.model_name}, {session.strategy_text}. /help lists the commands."
+        screen.show(Text(about, "dim"))
     raise typer.Exit(ChatApp(decoder, session, screen, reader).run())

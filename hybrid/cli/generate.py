@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybrid.cli import options
-from hybrid.cli.options import ModelOptions, SamplingOptions
+from hybrid.cli.options import ModelOptions, SamplingOptions, StrategyOptions
+from hybrid.config import spell_settings
 from hybrid.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hybrid.decoder import HybridDecoder
+    from hybrid.params import SamplingParams
+    from hybrid.strategy import Strategy
     from hybrid.types import GenerationResult
 
 EXAMPLES = """Examples:
@@ -25,6 +29,8 @@ EXAMPLES = """Examples:
   cat notes.txt | hybrid generate - --system "Summarise in three points."
 
   hybrid generate "Hello" --json --logprobs 3
+
+  hybrid generate "Hello" --model LLADA --strategy fast-dllm --set threshold=0.8 --stats
 """
 
 
@@ -32,10 +38,8 @@ EXAMPLES = """Examples:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     model: ModelOptions,
+    strategy: StrategyOptions,
     sampling: SamplingOptions,
-    strategy: Annotated[
-        str, typer.Option(help="How tokens are produced; see hybrid list.")
-    ] = "speculative",
     system: Annotated[str | None, typer.Option(help="System prompt of a chat.")] = None,
     chat: Annotated[
         bool | None,
@@ -52,6 +56,7 @@ def generate(
     if system is not None and chat is False:
         raise typer.BadParameter("--system needs a chat; leave out --raw.")
     params = sampling.to_params()
+    strategy.preset()  # a wrong name is refused before anything is loaded
     text = options.read_text(prompt)
     if not text.strip():
         raise ConfigError("prompt: got an empty prompt, expected text. Give it, or pipe it to -.")
@@ -61,19 +66,31 @@ def generate(
         tokenizer = decoder.tokenizer
         is_chat = system is not None or (tokenizer is not None and tokenizer.has_chat_template)
     request = _messages(text, system) if is_chat else text
-    about = {
-        "model": decoder.model_name,
-        "strategy": strategy,
-        "drafter": decoder.drafter_name,
-        "verifier": decoder.verifier_name,
-    }
+    chosen = strategy.resolve(decoder)
+    how: dict[str, Any] = {"strategy": chosen, "allow_unverified": strategy.allow_unverified}
     if as_json:
-        result = decoder.generate(request, params, strategy=strategy)
-        typer.echo(json.dumps({**about, **result.to_dict()}))
+        result = decoder.generate(request, params, **how)
+        typer.echo(json.dumps({**_about(decoder, chosen), **result.to_dict()}))
     else:
-        result = _stream(decoder, request, params, strategy)
+        result = _stream(decoder, request, params, how)
     if stats and result:
-        _print_stats(result, about)
+        _print_stats(result, _about(decoder, chosen))
+
+
+def _about(decoder: HybridDecoder, strategy: Strategy) -> dict[str, Any]:
+    """Return what decoded; what denoises has neither drafter nor verifier."""
+    from hybrid.strategy import VerifiedPreset
+
+    settings, drafter, verifier = strategy.settings, None, None
+    if isinstance(settings, VerifiedPreset):
+        drafter, verifier = settings.drafter or decoder.drafter_name, decoder.verifier_name
+    return {
+        "model": decoder.model_name,
+        "strategy": strategy.name,
+        "parameters": settings.model_dump(mode="json"),
+        "drafter": drafter,
+        "verifier": verifier,
+    }
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -81,7 +98,9 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def _stream(decoder: Any, request: Any, params: Any, strategy: str) -> GenerationResult | None:
+def _stream(
+    decoder: HybridDecoder, request: Any, params: SamplingParams, how: dict[str, Any]
+) -> GenerationResult | None:
     """Write the answer as it comes; a terminal gets no raw control characters."""
     from hybrid.tui.text import clean
 
@@ -89,7 +108,7 @@ def _stream(decoder: Any, request: Any, params: Any, strategy: str) -> Generatio
     result: GenerationResult | None = None
     last = "\n"
     try:
-        with closing(decoder.stream(request, params, strategy=strategy)) as events:
+        with closing(decoder.stream(request, params, **how)) as events:
             for event in events:
                 last = event.text[-1:] or last
                 sys.stdout.write(clean(event.text) if is_tty else event.text)
@@ -103,11 +122,12 @@ def _stream(decoder: Any, request: Any, params: Any, strategy: str) -> Generatio
     return result
 
 
-def _print_stats(result: GenerationResult, about: dict[str, str]) -> None:
+def _print_stats(result: GenerationResult, about: dict[str, Any]) -> None:
     from rich.console import Console
 
     from hybrid.tui.render import stats_table
 
     console = Console(stderr=True, highlight=False, markup=False)
-    console.print(", ".join(f"{name} {value}" for name, value in about.items()))
+    about = {**about, "parameters": spell_settings(about["parameters"])}
+    console.print(", ".join(f"{name} {value}" for name, value in about.items() if value))
     console.print(stats_table(result.stats))

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from hybrid.config import parse_setting
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
 
 if TYPE_CHECKING:
     from hybrid.decoder import HybridDecoder
+    from hybrid.strategy import Strategy
 
 _DEFAULTS = SamplingParams()
 
@@ -27,6 +29,10 @@ def _flag(help: str, *names: str, panel: str, **settings: Any) -> Any:
 
 _model = functools.partial(_flag, panel="Model")
 _sampling = functools.partial(_flag, panel="Sampling")
+_strategy = functools.partial(_flag, panel="Strategy")
+Settings = Annotated[
+    list[str], _strategy("A parameter of the strategy; repeatable.", "--set", metavar="KEY=VALUE")
+]
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,39 @@ class ModelOptions:
     drafter: Annotated[str | None, _model("What proposes tokens; see hybrid list.")] = None
     verifier: Annotated[str, _model("What accepts tokens; see hybrid list.")] = "auto"
     num_draft_tokens: Annotated[int | None, _model("Tokens proposed per step.")] = None
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """How tokens are produced."""
+
+    strategy: Annotated[
+        str | None,
+        _strategy("See hybrid list presets; default: what the model's weights are meant for."),
+    ] = None
+    settings: Settings = field(default_factory=list)
+    allow_unverified: Annotated[
+        bool,
+        _strategy("Let a model verify that was not trained to.", "--allow-unverified"),
+    ] = False
+
+    def preset(self, default: str | None = None) -> Strategy | None:
+        """Return the strategy that is named, else that of `default`, with its parameters.
+
+        Raises:
+            ConfigError: no such preset or parameter, or a value outside its range.
+        """
+        name = self.strategy or default
+        return None if name is None else _preset(name, self.settings)
+
+    def resolve(self, decoder: HybridDecoder) -> Strategy:
+        """Return what is decoded with.
+
+        Raises:
+            ConfigError: as `preset`, or the model cannot do it.
+        """
+        chosen = self.preset(decoder.backbone.default_strategy)
+        return decoder.resolve_strategy(chosen, allow_unverified=self.allow_unverified)
 
 
 @dataclass(frozen=True)
@@ -90,6 +129,27 @@ class SamplingOptions:
             ConfigError: a value outside its range.
         """
         return SamplingParams(**asdict(self))
+
+
+def read_strategies(names: str | None, settings: list[str]) -> list[Strategy]:
+    """Return the strategies of a list separated by commas, each once; none if there is no list.
+
+    Raises:
+        ConfigError: an unknown name or parameter, or parameters beside several names.
+    """
+    found = list(dict.fromkeys(name.strip() for name in names.split(","))) if names else []
+    if settings and len(found) != 1:
+        raise ConfigError(
+            f"--set: got parameters for {len(found)} strategies, expected one. Name the strategy "
+            "that they belong to: --strategies NAME."
+        )
+    return [_preset(name, settings) for name in found]
+
+
+def _preset(name: str, settings: list[str]) -> Strategy:
+    from hybrid.strategy import Strategy
+
+    return Strategy.preset(name, **dict(parse_setting(text, "--set") for text in settings))
 
 
 def flatten(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hybrid.cli.options import progress_bar
+from hybrid.config import parse_setting
 from hybrid.errors import ConfigError, did_you_mean
 from hybrid.training import recipes
 
@@ -82,7 +82,7 @@ def _train(
         "seed": seed,
     }
     values = {} if config is None else _read_config(config)
-    values |= dict(_parse_setting(text) for text in settings)
+    values |= dict(parse_setting(text, "--set") for text in settings)
     values |= {name: value for name, value in flags.items() if value is not None}
     for name in ("data", "output"):
         if name not in values:
@@ -207,17 +207,6 @@ class _Monitor:
         if self._is_stopping:
             raise KeyboardInterrupt
         self._is_stopping = True
-
-
-def _parse_setting(text: str) -> tuple[str, Any]:
-    name, sign, value = text.partition("=")
-    if not sign or not name:
-        raise ConfigError(f"--set: got {text!r}, expected KEY=VALUE, as in --set rank=16.")
-    literals = [value, f"[{value}]"] if "," in value else [value]  # 1,2 means [1, 2]
-    for literal in literals:
-        with suppress(json.JSONDecodeError):
-            return name, json.loads(literal)
-    return name, value
 
 
 def _read_config(path: Path) -> dict[str, Any]:

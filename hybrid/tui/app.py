@@ -86,13 +86,25 @@ class ChatApp:
         session, decoder = self._session, self._decoder
         messages = session.prompt_for(text)
         num_prompt_tokens = len(decoder.tokenizer.chat(messages))
-        turn = Turn(session.strategy, decoder.backbone.max_seq_len, num_prompt_tokens)
+        turn = Turn(
+            session.strategy.name,
+            decoder.backbone.max_seq_len,
+            num_prompt_tokens,
+            decoder.tokenizer.decode,
+        )
         sampling = session.sampling_for(turn)
         try:
             with (
                 _stop_on_interrupt(self._reader) as is_stopped,
                 self._screen.answer(turn) as update,
-                closing(decoder.stream(messages, sampling, strategy=turn.strategy)) as events,
+                closing(
+                    decoder.stream(
+                        messages,
+                        sampling,
+                        strategy=session.strategy,
+                        allow_unverified=session.allow_unverified,
+                    )
+                ) as events,
             ):
                 for event in events:
                     turn.add(event)

@@ -12,12 +12,14 @@ from itertools import groupby
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.containers import Lines
 from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
+from hybrid.tui.canvas import SHADES, shades_for, slots_text
 from hybrid.tui.text import clean
 from hybrid.tui.turn import Turn
 from hybrid.types import Source, Stats, StepRecord
@@ -38,21 +40,26 @@ _LEGEND = {
     Source.AR: "autoregressive: one forward, one token",
     Source.DRAFT_VERIFIED: "drafted by diffusion, accepted by the verifier",
     Source.CORRECTION: "correction or bonus: the target's own token after the draft",
-    Source.DIFFUSION_ONLY: "committed from diffusion without verification",
+    Source.DIFFUSION_ONLY: "written by diffusion, not verified",
 }
 
 
 @dataclass(frozen=True)
 class Glyphs:
-    """Marks of the strip. `step` is a step that drafted nothing."""
+    """Marks of the strip, where `step` is one that drafted nothing, and of slots.
+
+    A slot is `masked`, or `blank` when its token has no text.
+    """
 
     accepted: str = "▮"
     rejected: str = "▯"
     step: str = "·"
     more: str = "…"
+    masked: str = "░"
+    blank: str = "∎"
 
 
-ASCII = Glyphs(accepted="#", rejected="-", step=".", more="~")
+ASCII = Glyphs(accepted="#", rejected="-", step=".", more="~", masked="_", blank="$")
 
 
 def glyphs_for(console: Console) -> Glyphs:
@@ -131,8 +138,11 @@ def status(turn: Turn, width: int) -> Text:
     parts = [turn.strategy if is_plain else f"{turn.strategy} ({mode})"]
     if stats.num_new_tokens:
         parts.append(f"{stats.tokens_per_second:.1f} tok/s")
-    if stats.num_verify_forwards:
+    if stats.num_denoise_forwards:
+        parts.append(f"{stats.num_denoise_forwards} denoising")
+    elif stats.num_verify_forwards:
         parts.append(f"acceptance {stats.acceptance_length:.2f}")
+    if stats.tokens_per_forward:
         parts.append(f"TPF {stats.tokens_per_forward:.2f}")
     if turn.max_seq_len:
         parts.append(f"context {turn.num_context_tokens}/{turn.max_seq_len}")
@@ -149,17 +159,28 @@ def status(turn: Turn, width: int) -> Text:
 def live_frame(turn: Turn, console: Console) -> RenderableType:
     """Return the region that is redrawn while the answer grows: its tail, the strip, the status.
 
-    Never taller than the terminal, so that redrawing cannot disturb the lines above it.
+    Behind the answer stand the slots that are being denoised, as many as there is room for. Never
+    taller than the terminal, so that redrawing cannot disturb the lines above it.
     """
-    width = console.width
-    footer = [strip(turn.steps, width, glyphs_for(console)), *status(turn, width).split()]
+    width, marks = console.width, glyphs_for(console)
+    footer = [strip(turn.steps, width, marks), *status(turn, width).split()]
     footer = footer[: max(console.height - 2, 0)]
+    for line in footer:
+        line.truncate(width)
     room = max(console.height - 1 - len(footer), 1)
     answer = tint(_tail(turn.pieces, width * room))
-    lines = (
-        answer.wrap(console, width) if answer else [Text("…" if turn.steps else "reading…", "dim")]
-    )
-    return Group(*lines[-room:], *footer)
+    lines = answer.wrap(console, width)
+    begin = len(lines) - 1  # of what is not final
+    slots = turn.slots[: width * room]
+    if slots:
+        shades = shades_for(console)
+        filling = slots_text(slots, turn.text_of, shades, masked=marks.masked, blank=marks.blank)
+        lines = answer.append_text(filling).wrap(console, width)
+    if not answer:
+        lines = Lines([Text("…" if turn.steps else "reading…", "dim")])
+    # The end of all, or what is being filled where there is no room for all of it.
+    first = max(min(begin, len(lines) - room), 0)
+    return Group(*lines[first : first + room], *footer)
 
 
 def _tail(pieces: list[tuple[str, Source]], num_chars: int) -> list[tuple[str, Source]]:
@@ -198,6 +219,8 @@ def legend(turn: Turn | None = None, marks: Glyphs | None = None) -> RenderableT
         Text(marks.accepted * 3 + marks.rejected * 2), Text("a step: 3 of 5 drafted accepted")
     )
     table.add_row(Text(marks.step), Text("a step without a draft"))
+    filled = Text.assemble((marks.masked * 2, "dim"), *(("ab", shade) for shade in SHADES))
+    table.add_row(filled, Text("slots: masked, and filled, the surer the brighter"))
     if turn is None or not turn.pieces:
         return table
     return Group(table, Text("\nThe last answer:", "dim"), tint(turn.pieces))
@@ -208,18 +231,19 @@ def stats_table(stats: Stats) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(justify="right")
-    forwards = (
-        f"{stats.num_forwards} ({stats.num_prefill_forwards} prefill, "
-        f"{stats.num_draft_forwards} draft, {stats.num_verify_forwards} verify)"
-    )
+    kinds = f"{stats.num_draft_forwards} draft, {stats.num_verify_forwards} verify"
+    length = f"{stats.acceptance_length:.2f}"
     rate = f"{stats.acceptance_rate:.1%} ({stats.num_accepted}/{stats.num_drafted})"
+    if stats.num_denoise_forwards:
+        kinds += f", {stats.num_denoise_forwards} denoising"
+        length = rate = "-"
     histogram = " ".join(f"{n}:{count}" for n, count in enumerate(stats.acceptance_histogram))
     for name, value in {
         "prompt tokens": str(stats.num_prompt_tokens),
         "new tokens": str(stats.num_new_tokens),
-        "forwards": forwards,
+        "forwards": f"{stats.num_forwards} ({stats.num_prefill_forwards} prefill, {kinds})",
         "tokens per forward": f"{stats.tokens_per_forward:.2f}",
-        "acceptance length": f"{stats.acceptance_length:.2f}",
+        "acceptance length": length,
         "acceptance rate": rate,
         "accepted per step": histogram or "-",
         "tokens per second": f"{stats.tokens_per_second:.1f}",

@@ -5,16 +5,19 @@ Next: hybrid/tui/app.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hybrid.config import parse_setting, spell_settings
 from hybrid.errors import ConfigError, did_you_mean
 from hybrid.params import SamplingParams
+from hybrid.strategy import Strategy
 from hybrid.tui import conversation, render
 from hybrid.tui.conversation import Conversation, Message
 from hybrid.tui.turn import Turn
@@ -33,31 +36,36 @@ class ChatSession:
 
     def __init__(
         self,
-        strategies: Sequence[str],
-        strategy: str = "speculative",
+        decoder: Any,
+        strategy: Strategy,
         sampling: SamplingParams | None = None,
         system: str | None = None,
+        *,
+        allow_unverified: bool = False,
         marks: render.Glyphs | None = None,
     ) -> None:
         """Begin an empty conversation.
 
         Args:
-            strategies: names the decoder accepts.
-            strategy: the one to begin with.
+            decoder: a `HybridDecoder`; it says which strategies there are.
+            strategy: the one to begin with, one that the decoder can do.
             sampling: parameters of every answer.
             system: system prompt, or None.
+            allow_unverified: see `HybridDecoder.generate`.
             marks: marks of the strip, for the legend.
-
-        Raises:
-            ConfigError: `strategy` is not one of `strategies`.
         """
-        self.strategies = tuple(strategies)
-        self.strategy = ""
+        self._decoder = decoder
+        self.strategy, self.allow_unverified = strategy, allow_unverified
         self.sampling = sampling or SamplingParams()
         self.conversation = Conversation(system)
         self.last: Turn | None = None
         self.marks = marks
-        self._set_strategy(strategy)
+
+    @property
+    def strategy_text(self) -> str:
+        """Name of the strategy and the parameters that were given, as `/strategy` takes them."""
+        given = self.strategy.settings.model_dump(mode="json", exclude_unset=True)
+        return f"{self.strategy.name} {spell_settings(given)}".rstrip()
 
     def prompt_for(self, text: str) -> list[dict[str, str]]:
         """Return the chat with `text` as its newest message. Nothing is kept yet."""
@@ -103,10 +111,11 @@ class ChatSession:
             )
         return command.run(self, argument.strip())
 
-    def _set_strategy(self, name: str) -> None:
-        if name not in self.strategies:
-            raise ConfigError(f"Unknown strategy {name!r}.{did_you_mean(name, self.strategies)}")
-        self.strategy = name
+    def _set_strategy(self, name: str, *settings: str) -> None:
+        given = dict(parse_setting(text, "/strategy") for text in settings)
+        self.strategy = self._decoder.resolve_strategy(
+            Strategy.preset(name, **given), allow_unverified=self.allow_unverified
+        )
 
 
 def _help(session: ChatSession, argument: str) -> Reply:
@@ -121,9 +130,9 @@ def _help(session: ChatSession, argument: str) -> Reply:
 
 def _strategy(session: ChatSession, argument: str) -> Reply:
     if argument:
-        session._set_strategy(argument)
-    others = ", ".join(session.strategies)
-    return Reply(Text(f"strategy: {session.strategy} (of {others})"))
+        session._set_strategy(*argument.split())
+    others = ", ".join(session._decoder.strategies)
+    return Reply(Text(f"strategy: {session.strategy_text} (of {others})"))
 
 
 def _temperature(session: ChatSession, argument: str) -> Reply:
@@ -201,7 +210,9 @@ class _Command:
 
 COMMANDS: dict[str, _Command] = {
     "help": _Command(_help, "", "this list"),
-    "strategy": _Command(_strategy, "[NAME]", "show or choose how tokens are produced"),
+    "strategy": _Command(
+        _strategy, "[NAME [KEY=VALUE ...]]", "show or choose how tokens are produced"
+    ),
     "temperature": _Command(_temperature, "[X]", "show or set the temperature; 0 is greedy"),
     "reset": _Command(_reset, "", "forget the conversation, keep the settings"),
     "system": _Command(_system, "[TEXT]", "show or set the system prompt; - removes it"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from fake_decoder import FakeDecoder
+from fake_decoder import DenoisingDecoder, FakeDecoder
 
 from hybrid.cli import main, options
 from hybrid.errors import ProposalError
@@ -23,6 +23,7 @@ SCENARIOS = {
     "stuck": lambda: FakeDecoder(LONG, delay=60),
     "evil": lambda: FakeDecoder(EVIL),
     "small": lambda: FakeDecoder(max_seq_len=12),
+    "denoises": lambda: DenoisingDecoder(delay=0.3),
     "breaks": lambda: FakeDecoder(error={2: ProposalError("The drafter broke.")}),
 }
 

@@ -7,10 +7,20 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from hybrid.errors import CapacityError, ConfigError, did_you_mean
+from hybrid.errors import CapacityError
 from hybrid.metrics import RowMeter
 from hybrid.params import SamplingParams
-from hybrid.types import GenerationResult, Mode, RowStep, Source, StepRecord, StreamEvent
+from hybrid.strategy import VERIFIED, Strategy, resolve
+from hybrid.types import (
+    Context,
+    GenerationResult,
+    Mode,
+    RowStep,
+    Slot,
+    Source,
+    StepRecord,
+    StreamEvent,
+)
 
 _V, _C, _A = Source.DRAFT_VERIFIED, Source.CORRECTION, Source.AR
 HELLO = (
@@ -19,6 +29,7 @@ HELLO = (
     ((", it", _V), (" works", Source.BONUS)),
     ((".", Source.DIFFUSION_ONLY),),
 )
+WORDS = ("one ", "two ", "three ", "four")
 
 
 class FakeDecoder:
@@ -31,7 +42,7 @@ class FakeDecoder:
         error: raised before the step of that index, {index: exception}.
     """
 
-    strategies = ("ar", "speculative", "ngram", "auto")
+    strategies = VERIFIED
     model_name, drafter_name, verifier_name = "fake", "self-diffusion", "greedy"
 
     def __init__(
@@ -43,30 +54,45 @@ class FakeDecoder:
         has_chat_template: bool = True,
     ) -> None:
         self.script, self.delay, self.error = script, delay, error or {}
-        self.backbone = SimpleNamespace(max_seq_len=max_seq_len)
+        self.backbone: Any = SimpleNamespace(
+            max_seq_len=max_seq_len,
+            default_strategy="speculative",
+            can_verify=True,
+            context=Context.CAUSAL,
+            mask_token_id=None,
+            logit_shift=1,
+        )
         self.tokenizer = SimpleNamespace(
             has_chat_template=has_chat_template,
             chat=lambda messages: [1] * sum(len(m["content"].split()) for m in messages),
+            decode=lambda ids: "".join(WORDS[i] for i in ids),
         )
-        self.requests: list[tuple[Any, SamplingParams, str]] = []
+        self.requests: list[tuple[Any, SamplingParams, Strategy]] = []
         self.num_closed = 0
 
-    def generate(
-        self, prompt: Any, params: Any = None, *, strategy: str = "speculative"
-    ) -> GenerationResult:
+    def resolve_strategy(
+        self, strategy: str | Strategy | None = None, *, allow_unverified: bool = False
+    ) -> Strategy:
+        """Return what a request decodes with, as the real decoder does."""
+        return resolve(strategy, self.backbone, unverified=allow_unverified)
+
+    def generate(self, prompt: Any, params: Any = None, **how: Any) -> GenerationResult:
         """Return the last event's result."""
-        result = [event.result for event in self.stream(prompt, params, strategy=strategy)][-1]
+        result = [event.result for event in self.stream(prompt, params, **how)][-1]
         assert result is not None
         return result
 
     def stream(
-        self, prompt: Any, params: Any = None, *, strategy: str = "speculative"
+        self,
+        prompt: Any,
+        params: Any = None,
+        *,
+        strategy: str | Strategy | None = None,
+        allow_unverified: bool = False,
     ) -> Iterator[StreamEvent]:
         """Yield one event per step of the script."""
-        if strategy not in self.strategies:
-            hint = did_you_mean(strategy, self.strategies)
-            raise ConfigError(f"Unknown strategy {strategy!r}.{hint}")
-        self.requests.append((prompt, params, strategy))
+        chosen = self.resolve_strategy(strategy, allow_unverified=allow_unverified)
+        self.requests.append((prompt, params, chosen))
         return self._events(prompt)
 
     def _events(self, prompt: Any) -> Iterator[StreamEvent]:
@@ -111,3 +137,47 @@ class FakeDecoder:
         """Return made-up sizes that depend on the arguments."""
         cache = (max_seq_len or self.backbone.max_seq_len) * batch * 2**10
         return {"weights": 2**20, "kv_cache": cache, "total": 2**20 + cache}
+
+
+class DenoisingDecoder(FakeDecoder):
+    """Writes `WORDS` as one block, out of order; token i is word i."""
+
+    strategies = ("llada", "fast-dllm")
+    order = ((2, 0.3), (0, 0.9), (3, 0.6), (1, 0.99))
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.backbone.default_strategy, self.backbone.can_verify = "llada", False
+        self.backbone.context, self.backbone.mask_token_id = Context.BIDIRECTIONAL, 9
+
+    def _events(self, prompt: Any) -> Iterator[StreamEvent]:
+        num_prompt = len(self.tokenizer.chat(prompt)) if isinstance(prompt, list) else 1
+        meter, filled, num_final = RowMeter(0, num_prompt), dict[int, float](), 0
+        for slot, confidence in self.order:
+            time.sleep(self.delay)
+            filled[slot] = confidence
+            begin = num_final
+            while num_final in filled:
+                num_final += 1
+            is_last = num_final == len(WORDS)
+            slots = tuple(
+                Slot(num_prompt + i, i if i in filled else None, filled.get(i, 0.0))
+                for i in range(len(WORDS))
+            )
+            pieces = tuple((word, Source.DIFFUSION_ONLY) for word in WORDS[begin:num_final])
+            row = RowStep(
+                index=0,
+                tokens=tuple(range(begin, num_final)),
+                sources=tuple(source for _, source in pieces),
+                slots=slots,
+                finish_reason="length" if is_last else None,
+            )
+            record = StepRecord(
+                Mode.DIFFUSION, (row,), num_verify_forwards=0, num_denoise_forwards=1
+            )
+            meter.add(record)
+            result = None
+            if is_last:
+                ids = tuple(range(len(WORDS)))
+                result = GenerationResult("".join(WORDS), ids, "length", stats=meter.stats())
+            yield StreamEvent("".join(word for word, _ in pieces), pieces, record, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hybrid.cli.bench_tables import print_tables
 from hybrid.models.tiny import tiny_checkpoint
 
+LLADA = str(Path(__file__).parents[1] / "golden" / "llada-fit")
 QUICK = ("--max-new-tokens", "6", "--limit", "2")
 
 
@@ -62,7 +64,7 @@ def test_tables_then_one_json_document(run, model, tmp_path, keep_threads) -> No
         assert row["ratios"]["ar"] > 0
         assert len(row["seconds"]) == len(row["num_tokens"]) == 2
         assert set(row["tokens_per_second"]) == {"p20", "p50", "p80"}
-        assert set(row["forwards"]) == {"prefill", "draft", "verify"}
+        assert set(row["forwards"]) == {"prefill", "draft", "verify", "denoise"}
         assert row["verifier"] == "greedy"
     assert [rows[n]["greedy_match"] for n in expected[:3]] == [True, True, True]
     assert [rows[n]["reference"] for n in expected[3:]] == [None, "bfloat16 ar", "bfloat16 ar"]
@@ -226,3 +228,78 @@ def test_a_result_is_not_lost_to_a_file_that_cannot_be_written(run, model, tmp_p
     assert code == 0
     assert json.loads(stdout)["rows"]
     assert "cannot be written" in stderr
+
+
+# Diffusion models, and strategies with parameters
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"p": [5, 6, 7]}\n{"p": [9, 8, 7, 6]}\n')
+    return str(path)
+
+
+def test_a_model_that_cannot_verify_is_measured_at_what_it_is_meant_for(run, prompts) -> None:
+    args = ("bench", "--model", LLADA, "--dtype", "float32", "-n", "8", "--prompts", prompts)
+    code, stdout, stderr = run(*args)
+    assert code == 0, stderr
+    *lines, last = stdout.splitlines()
+    (row,) = json.loads(last)["rows"]  # transformers has no such model
+    assert (row["strategy"], row["parameters"], row["drafter"]) == ("llada", {}, None)
+    assert row["forwards"] == {"prefill": 0, "draft": 0, "verify": 0, "denoise": 16}
+    assert row["tokens_per_forward"] == 1
+    assert row["ms_per_forward"].keys() == {"11", "12"}
+    (cells,) = (line.split() for line in lines if line.endswith("16"))
+    assert cells == ["float32", "llada", "-", "-", "-", "1.00", "0/0", "16"]
+
+
+def test_parameters_go_to_the_one_strategy_that_is_named(run, prompts) -> None:
+    args = ("bench", "--model", LLADA, "--json", "-n", "8", "--prompts", prompts)
+    code, stdout, _ = run(
+        *args, "--strategies", "llada", "--set", "steps=2", "--set", "block_size=4"
+    )
+    assert code == 0
+    (row,) = json.loads(stdout)["rows"]
+    assert row["parameters"] == {"steps": 2, "block_size": 4}
+    assert row["forwards"]["denoise"] == 4
+    assert row["tokens_per_forward"] == 4
+    code, stdout, _ = run(*args, "--strategies", "llada,fast-dllm")
+    assert [row["strategy"] for row in json.loads(stdout)["rows"]] == ["llada", "fast-dllm"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--set", "steps=2"), "--set: got parameters for 0 strategies, expected one"),
+        (("--strategies", "llada,dream", "--set", "steps=2"), "for 2 strategies, expected one"),
+        (("--strategies", "llada", "--set", "step=2"), "Did you mean 'steps'?"),
+        (("--strategies", "llada", "--set", "steps"), "--set: got 'steps', expected KEY=VALUE"),
+        (("--strategies", "ar"), "For this model: llada, "),
+    ],
+)
+def test_strategies_that_cannot_be_measured(run, prompts, args, message) -> None:
+    for command in (("bench", "--prompts", prompts), ("bench", "policies")):
+        code, stdout, stderr = run(*command, "--model", LLADA, *args)
+        assert (code, stdout) == (1, "")
+        assert message in stderr
+
+
+def test_policies_are_measured_and_written(run, tmp_path, keep_threads) -> None:
+    path = tmp_path / "policies.jsonl"
+    args = ("bench", "policies", "--model", LLADA, "-n", "6", "--runs", "2", "--threads", "1")
+    out = ("--out", str(path))
+    code, stdout, stderr = run(*args, "--strategies", "fast-dllm", "--set", "cache=none", *out)
+    assert code == 0, stderr
+    *lines, last = stdout.splitlines()
+    document = json.loads(last)
+    assert path.read_text().splitlines() == [last]
+    assert document["kind"] == "policies"
+    assert document["settings"]["bar"] == 1.05
+    (row,) = document["rows"]
+    assert (row["strategy"], row["parameters"]) == ("fast-dllm", {"cache": "none"})
+    assert (row["num_forwards"], len(row["ratios"])) == (6, 2)
+    (cells,) = (line.split() for line in lines if line.startswith("fast-dllm"))
+    assert cells[1:3] == ["cache=none", "6"]
+    assert float(cells[5]) == pytest.approx(row["ratio"], abs=1e-3)
+    assert "preset 1/1" in stderr

@@ -20,6 +20,14 @@ def test_each_line_is_a_message(piped) -> None:
     assert done.stdout.decode() == ANSWER * 2 + "temperature: 0.5 (sampled)\n"
 
 
+def test_what_is_denoised_is_written_as_it_becomes_final(piped) -> None:
+    done = piped("denoises", "chat", "--set", "steps=4", stdin=b"hi\n/strategy\n")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode() == (
+        "one two three four\nstrategy: llada steps=4 (of llada, fast-dllm)\n"
+    )
+
+
 def test_input_without_last_newline_and_empty_input(piped) -> None:
     assert piped("hello", "chat", stdin=b"one").stdout.decode() == ANSWER
     done = piped("hello", "chat")
@@ -42,7 +50,7 @@ def test_errors_go_to_stderr_and_the_chat_goes_on(piped) -> None:
     assert done.stdout.decode() == ANSWER
     assert done.returncode == 1
     first, second = done.stderr.decode().splitlines()
-    assert first.startswith("Error: Unknown strategy 'oracle'.")
+    assert first.startswith("Error: strategy: got 'oracle'.")
     assert second.startswith("Error: /load needs a file")
 
 

@@ -60,6 +60,29 @@ def test_tokens_are_tinted_and_the_cursor_comes_back(spawn) -> None:
     leave(child)
 
 
+def test_a_block_is_filled_out_of_order_before_the_eyes(spawn) -> None:
+    child = spawn("denoises", "chat")
+    child.expect("fake, llada")
+    ready(child)
+    child.send("/strategy fast-dllm threshold=0.8\r")
+    child.expect("strategy: fast-dllm threshold=0.8 ")
+    ready(child)
+    child.send("hi\r")
+    ready(child)
+    shown = child.before
+    child.sendeof()
+    # A slow machine may leave out frames, but not the first one.
+    frames = ["░░three ░", "one ░three ░", "one ░three four", "one two three four"]
+    places = [plain(shown).find(frame) for frame in frames]
+    assert min(places[0], places[-1]) >= 0
+    assert (seen := [place for place in places if place >= 0]) == sorted(seen)
+    assert "\x1b[2m░" in shown
+    assert "\x1b[38;5;98mthree " in shown
+    last = plain(shown).rindex("one two three four")
+    assert "fast-dllm | " in plain(shown)[last:]
+    assert "4 denoising | TPF 1.00" in plain(shown)[last:]
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_it(spawn, tmp_path) -> None:
     path = tmp_path / "chat.json"
     child = spawn("long", "chat")

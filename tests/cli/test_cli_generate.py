@@ -16,6 +16,8 @@ from hybrid import __version__
 from hybrid.cli.options import SamplingOptions
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.params import SamplingParams
+from hybrid.strategy import Strategy
+from hybrid.types import Context
 
 ANSWER = "Hello brave new **world**, it works.\n"
 
@@ -27,7 +29,7 @@ def test_stdout_is_the_answer_alone_and_stats_go_to_stderr(run, fake) -> None:
     assert "acceptance length" in err
     assert "2.00" in err  # 6 tokens in 3 verify passes
     assert decoder.requests == [
-        ([{"role": "user", "content": "hi"}], SamplingParams(), "speculative")
+        ([{"role": "user", "content": "hi"}], SamplingParams(), Strategy.preset("speculative"))
     ]
     assert decoder.num_closed == 1
 
@@ -88,7 +90,7 @@ def test_every_sampling_flag_reaches_the_decoder(run, fake) -> None:
             args += [f"--{name.replace('_', '-')}", str(value)]
     decoder = fake.FakeDecoder()
     assert run("generate", "hi", *args, "--strategy", "ar", decoder=decoder)[0] == 0
-    assert decoder.requests[0][1:] == (SamplingParams(**wanted), "ar")
+    assert decoder.requests[0][1:] == (SamplingParams(**wanted), Strategy.preset("ar"))
 
 
 def test_no_sampling_parameter_lacks_a_flag() -> None:
@@ -227,3 +229,94 @@ def test_an_empty_prompt_is_an_error(run, fake, prompt) -> None:
     code, out, err = run("generate", prompt, decoder=fake.FakeDecoder())
     assert (code, out) == (1, "")
     assert "empty prompt" in err
+
+
+# Strategies and their parameters
+
+
+def test_without_a_strategy_the_weights_decide(run, fake) -> None:
+    for decoder, expected in (
+        (fake.FakeDecoder(), "speculative"),
+        (fake.DenoisingDecoder(), "llada"),
+    ):
+        code, out, _ = run("generate", "hi", "--json", decoder=decoder)
+        assert (code, json.loads(out)["strategy"]) == (0, expected)
+        assert decoder.requests[0][2] == Strategy.preset(expected)
+
+
+def test_set_gives_parameters_and_json_names_all_of_them(run, fake) -> None:
+    decoder = fake.DenoisingDecoder()
+    args = ("--strategy", "fast-dllm", "--set", "threshold=0.8", "--set", "cache=none", "--json")
+    code, out, _ = run("generate", "hi", *args, decoder=decoder)
+    document = json.loads(out)
+    assert code == 0
+    assert decoder.requests[0][2] == Strategy.preset("fast-dllm", threshold=0.8, cache="none")
+    assert document["parameters"] == {
+        "block_size": 32, "threshold": 0.8, "factor": None, "steps": None, "cache": "none",
+    }  # fmt: skip
+    assert (document["drafter"], document["verifier"]) == (None, None)
+    assert document["stats"]["num_denoise_forwards"] == 4
+
+
+def test_set_without_a_strategy_is_for_the_default_one(run, fake) -> None:
+    decoder = fake.DenoisingDecoder()
+    assert run("generate", "hi", "--set", "steps=7", decoder=decoder)[:2] == (
+        0,
+        "one two three four\n",
+    )
+    assert decoder.requests[0][2] == Strategy.preset("llada", steps=7)
+
+
+def test_stats_count_denoising_forwards(run, fake) -> None:
+    args = ("--stats", "--set", "steps=7")
+    code, _, err = run("generate", "hi", *args, decoder=fake.DenoisingDecoder())
+    text = " ".join(err.split())
+    assert code == 0
+    assert "model fake, strategy llada, parameters steps=7 block_size=null" in text
+    assert "verifier" not in text
+    assert "forwards 4 (0 prefill, 0 draft, 0 verify, 4 denoising)" in text
+    code, _, err = run("generate", "hi", "--stats", "--strategy", "ar", decoder=fake.FakeDecoder())
+    assert "strategy ar, drafter none, verifier greedy" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategy", "d3lm"), "Did you mean 'd3llm'?"),
+        (("--strategy", "llada", "--set", "step=3"), "Did you mean 'steps'?"),
+        (("--strategy", "llada", "--set", "steps=0"), "greater than or equal to 1"),
+        (("--strategy", "llada", "--set", "steps=many"), "expected a valid integer"),
+        (("--strategy", "llada", "--set", "steps"), "--set: got 'steps', expected KEY=VALUE"),
+        (("--strategy", "llada", "--set", "name=x"), "no parameter 'name'"),
+        (("--strategy", "llada", "--set", "self=x"), "no parameter 'self'"),
+        (("--set", "blok_size=3"), "Did you mean 'block_size'?"),
+        (("--strategy", "llada"), "For this model: ar, speculative, ngram, auto"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_one_line(run, fake, args, message) -> None:
+    code, out, err = run("generate", "hi", *args, decoder=fake.FakeDecoder())
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_wrong_strategy_is_refused_before_the_model_is_loaded(run, monkeypatch) -> None:
+    from hybrid.cli import options
+
+    monkeypatch.setattr(options, "load_decoder", lambda _: pytest.fail("loaded"))
+    for command in (("generate", "hi"), ("chat",), ("bench",), ("bench", "policies")):
+        flag = "--strategies" if "bench" in command else "--strategy"
+        code, _, err = run(*command, flag, "llada", "--set", "step=1")
+        assert code == 1
+        assert "Did you mean 'steps'?" in err
+
+
+def test_allow_unverified_reaches_the_decoder(run, fake) -> None:
+    decoder = fake.DenoisingDecoder()
+    decoder.backbone.context = Context.BLOCK_CAUSAL
+    code, _, err = run("generate", "hi", "--strategy", "speculative", decoder=decoder)
+    assert code == 1
+    assert "allow_unverified=True" in err
+    args = ("--strategy", "speculative", "--allow-unverified")
+    assert run("generate", "hi", *args, decoder=decoder)[0] == 0
+    assert run("generate", "hi", *args, "--json", decoder=decoder)[0] == 0

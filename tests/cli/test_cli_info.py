@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
-import pytest
+from repository import ROOT
 
 from hybrid import registry
 from hybrid.cli import doctor as doctor_module
 from hybrid.cli import listing
+from hybrid.config import parse_setting, spell_settings
+from hybrid.strategy import Strategy
 
 
 def test_doctor_reports_this_machine(run, monkeypatch, tmp_path) -> None:
@@ -48,9 +50,7 @@ def test_doctor_wants_a_writable_cache(run, monkeypatch, tmp_path) -> None:
 
 
 def test_list_names_what_other_commands_accept(run) -> None:
-    pytest.importorskip("hybrid.decoder")
-    from hybrid.decoder import HybridDecoder
-    from hybrid.models.families import FAMILIES
+    from hybrid.models.family_table import FAMILIES
 
     code, out, _ = run("list", "--json")
     names = json.loads(out)
@@ -58,16 +58,92 @@ def test_list_names_what_other_commands_accept(run) -> None:
     assert set(names["drafters"]) == set(registry.names("drafter"))
     assert set(names["verifiers"]) == set(registry.names("verifier"))
     assert set(names["families"]) == set(FAMILIES)
-    assert tuple(names["strategies"]) == HybridDecoder.strategies
+    assert set(names["presets"]) == set(registry.names("preset"))
     assert names["verifiers"]["rejection"].endswith("(lossless)")
     code, out, _ = run("list")
     assert code == 0
     assert all(name in out for kind in names.values() for name in kind)
 
 
+def test_list_shows_one_kind(run) -> None:
+    code, out, _ = run("list", "drafters")
+    assert code == 0
+    assert out.startswith("drafters:\n")
+    assert "families" not in out
+    code, _, err = run("list", "famlies")
+    assert code == 1
+    assert "Did you mean 'families'?" in err
+
+
+def test_list_families_tells_what_cannot_verify_from_what_can(run) -> None:
+    code, out, _ = run("list", "families")
+    assert code == 0
+    lines = {line.split()[0]: line.split()[1:] for line in out.splitlines()[2:]}
+    assert lines["llama"] == ["causal", "exact", "yes", "speculative"]
+    assert lines["llada"] == ["bidirectional", "approximate", "no", "llada"]
+    assert lines["sdar"] == ["block-causal", "exact", "no", "sdar"]
+    assert lines["nemotron_labs_diffusion"] == ["causal", "exact", "yes", "speculative"]
+    code, out, _ = run("list", "families", "--json")
+    families = json.loads(out)["families"]
+    assert set(families) == set(lines)
+    assert families["Dream"] == {
+        "context": "bidirectional",
+        "cache": "approximate",
+        "can_verify": False,
+        "default_strategy": "dream",
+    }
+
+
+def test_list_presets_tells_models_and_parameters(run) -> None:
+    code, out, _ = run("list", "presets")
+    assert code == 0
+    lines = [line.strip() for line in out.splitlines()]
+    at = next(i for i, line in enumerate(lines) if line.startswith("fast-dllm  "))
+    assert "arXiv:2505.22618" in lines[at]
+    assert lines[at + 1] == "For models that fill masks, bidirectional."
+    assert lines[at + 2] == "block_size=32 threshold=null factor=null steps=null cache=dual"
+    assert lines[1].startswith("ar ")
+    assert lines[2] == "For models that verify."
+    assert lines[3].startswith("speculative ")  # ar has no parameters
+
+    code, out, _ = run("list", "presets", "--json")
+    presets = json.loads(out)["presets"]
+    assert set(presets) == set(registry.names("preset"))
+    assert presets["sdar"]["models"] == "models that fill masks, block-causal"
+    assert presets["speculative"]["models"] == "models that verify"
+    assert presets["diffusion-gemma"]["models"] == "models that decode by their own code"
+    assert presets["llada"]["parameters"] == {
+        "steps": None,
+        "block_size": None,
+        "remasking": "low_confidence",
+        "cfg_scale": 0.0,
+    }
+    assert all(entry["about"] for entry in presets.values())
+    # What is listed as a default is a value that `--set` takes.
+    for name, entry in presets.items():
+        given = spell_settings(entry["parameters"]).split()
+        chosen = Strategy.preset(name, **dict(parse_setting(text, "") for text in given))
+        assert chosen.settings.model_dump(mode="json") == entry["parameters"]
+
+
+def test_the_page_about_presets_names_them_all() -> None:
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    assert [name for name in registry.names("preset") if f"`{name}`" not in page] == []
+
+
+def test_the_overview_has_a_line_per_preset(run) -> None:
+    code, out, _ = run("list")
+    assert code == 0
+    assert sum("LLaDA (arXiv:2502.09992)" in line for line in out.splitlines()) == 1
+    assert "remasking" not in out
+
+
 def test_list_survives_a_plugin_that_cannot_be_loaded(monkeypatch) -> None:
     monkeypatch.setattr(registry, "names", lambda kind: {"broken": "no.such.module:Thing"})
     assert "no.such.module" in listing._about("drafter", "broken")
+    assert "no.such.module" in listing._presets()["broken"]["about"]
+    (line,) = listing._preset_lines(listing._presets())
+    assert line.startswith("broken  ")
 
 
 def test_plan_memory(run, fake) -> None:

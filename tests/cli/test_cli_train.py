@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hybrid.cli import train
+from hybrid.config import parse_setting
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.training import loop, plot
 from hybrid.training.recipes import RECIPES, config_class
@@ -97,7 +98,7 @@ def test_all_flags_reach_the_configuration(run: Run, seen: list[SelfDiffusionCon
     ],
 )
 def test_values_of_set(text: str, value: Any) -> None:
-    parsed = train._parse_setting(text)
+    parsed = parse_setting(text, "--set")
     assert parsed == (text.partition("=")[0], value)
     assert type(parsed[1]) is type(value) or value == ""
 

@@ -210,7 +210,8 @@ def test_engine_numbers_add_up(decoder) -> None:
     row = report.report_rows([candidate], samples, PROMPT_IDS, 24)[0]
     records = [r for s in samples[candidate.name] for r in s.answer.records]
     assert row["num_draft_tokens"] == 3
-    assert row["forwards"] == {"prefill": 2, "draft": 0, "verify": len(records) - 2}
+    num_verify = len(records) - 2
+    assert row["forwards"] == {"prefill": 2, "draft": 0, "verify": num_verify, "denoise": 0}
     assert row["acceptance_by_position"] == acceptance_by_position(row["acceptance_histogram"], 3)
     assert sum(row["acceptance_histogram"]) == sum(r.mode == Mode.SPECULATIVE for r in records)
     assert row["acceptance_length"] == pytest.approx(

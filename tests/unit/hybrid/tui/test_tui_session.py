@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.text import Text
 
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
+from hybrid.strategy import Strategy, resolve
 from hybrid.tui import conversation
 from hybrid.tui.conversation import Conversation, Message
 from hybrid.tui.session import COMMANDS, ChatSession
 from hybrid.tui.turn import Turn
-from hybrid.types import GenerationResult, Mode, RowStep, Source, StepRecord, StreamEvent
+from hybrid.types import Context, GenerationResult, Mode, RowStep, Source, StepRecord, StreamEvent
+
+
+class Decoder:
+    """What a session asks of a decoder."""
+
+    strategies = ("ar", "speculative", "auto")
+
+    def __init__(self, **backbone: Any) -> None:
+        known = {"context": Context.CAUSAL, "can_verify": True, "mask_token_id": None}
+        known |= {"logit_shift": 1, "default_strategy": "speculative"}
+        self.backbone: Any = SimpleNamespace(**{**known, **backbone})
+
+    def resolve_strategy(self, strategy: Strategy, *, allow_unverified: bool) -> Strategy:
+        return resolve(strategy, self.backbone, unverified=allow_unverified)
+
+
+def new_session() -> ChatSession:
+    return ChatSession(Decoder(), Strategy.preset("speculative"))
 
 
 @pytest.fixture
 def session() -> ChatSession:
-    return ChatSession(("ar", "speculative", "auto"))
+    return new_session()
 
 
 def answered(text: str, *, is_complete: bool = True) -> Turn:
@@ -71,7 +92,7 @@ def test_max_new_tokens_is_cut_to_the_context(session: ChatSession) -> None:
 
 def test_settings(session: ChatSession) -> None:
     assert said(session, "/strategy auto") == "strategy: auto (of ar, speculative, auto)"
-    assert session.strategy == "auto"
+    assert session.strategy == Strategy.preset("auto")
     assert said(session, "/temperature 0.7") == "temperature: 0.7 (sampled)"
     assert session.sampling == SamplingParams(temperature=0.7)
     assert said(session, "/temperature") == "temperature: 0.7 (sampled)"
@@ -87,7 +108,7 @@ def test_reset_keeps_the_settings(session: ChatSession) -> None:
     session.finish("hi", answered("hello"))
     session.execute("/reset")
     assert session.conversation == Conversation("s")
-    assert (session.strategy, session.last) == ("ar", None)
+    assert (session.strategy.name, session.last) == ("ar", None)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +118,11 @@ def test_reset_keeps_the_settings(session: ChatSession) -> None:
         ("/xyzzy", "Choose from: help"),
         ("/", "Unknown command /."),
         ("/strategy speculativ", "Did you mean 'speculative'?"),
+        ("/strategy speculative blocksize=4", "Did you mean 'block_size'?"),
+        ("/strategy speculative block_size=1", "greater than or equal to 2"),
+        ("/strategy speculative 4", "/strategy: got '4', expected KEY=VALUE"),
+        ("/strategy speculative name=4", "has no parameter 'name'"),
+        ("/strategy llada", "For this model: ar, speculative, ngram, auto"),
         ("/temperature warm", "expected a number"),
         ("/temperature nan", "temperature"),
         ("/temperature -1", "temperature"),
@@ -115,12 +141,39 @@ def test_a_bad_command_changes_nothing(session: ChatSession, line: str, expected
     with pytest.raises(ConfigError) as caught:
         session.execute(line)
     assert expected in str(caught.value)
-    assert (session.strategy, session.sampling) == ("speculative", SamplingParams())
+    assert (session.strategy, session.sampling) == (
+        Strategy.preset("speculative"),
+        SamplingParams(),
+    )
 
 
-def test_an_unknown_strategy_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="Unknown strategy 'x'"):
-        ChatSession(("ar",), "x")
+def test_a_strategy_takes_parameters_and_is_spelled_as_it_was_given(session: ChatSession) -> None:
+    command = "/strategy speculative  block_size=6 threshold=0.5"
+    spelled = "speculative block_size=6 threshold=0.5"
+    assert said(session, command) == f"strategy: {spelled} (of ar, speculative, auto)"
+    assert session.strategy == Strategy.preset("speculative", block_size=6, threshold=0.5)
+    assert session.strategy_text == spelled
+    session.execute("/strategy speculative block_size=null")  # the others are the defaults again
+    assert session.strategy == Strategy.preset("speculative")
+
+
+def test_a_denoising_strategy_needs_a_model_that_fills_masks() -> None:
+    decoder = Decoder(context=Context.BIDIRECTIONAL, can_verify=False, mask_token_id=3)
+    session = ChatSession(decoder, Strategy.preset("llada"))
+    session.execute("/strategy fast-dllm cache=none threshold=0.8")
+    assert session.strategy == Strategy.preset("fast-dllm", cache="none", threshold=0.8)
+    with pytest.raises(ConfigError, match="bidirectional"):
+        session.execute("/strategy ar")
+
+
+def test_an_unverified_strategy_wants_permission() -> None:
+    decoder = Decoder(context=Context.BLOCK_CAUSAL, can_verify=False, mask_token_id=3)
+    session = ChatSession(decoder, Strategy.preset("sdar"))
+    with pytest.raises(ConfigError, match="allow_unverified"):
+        session.execute("/strategy speculative")
+    session = ChatSession(decoder, Strategy.preset("sdar"), allow_unverified=True)
+    session.execute("/strategy speculative")
+    assert session.strategy.name == "speculative"
 
 
 def test_every_command_has_help_and_runs_without_argument(session: ChatSession) -> None:
@@ -135,7 +188,7 @@ def test_save_and_load_give_the_same_conversation(session: ChatSession, tmp_path
     session.finish("hi\nthere", answered("hel\x1b[31m", is_complete=False))
     path = tmp_path / "my chat.json"
     assert said(session, f"/save {path}") == f"Saved 2 messages to {path}"
-    other = ChatSession(("speculative",))
+    other = new_session()
     assert said(other, f"/load {path}") == f"Loaded 2 messages from {path}"
     assert other.conversation == session.conversation
     assert [p.name for p in tmp_path.iterdir()] == ["my chat.json"]
