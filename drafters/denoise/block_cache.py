@@ -67,6 +67,7 @@ class BlockCache:
             prefix=start,
             num_kept=self._cached - start,
             local=None if ids[0] == ids[-1] else ids[:, None] >= ids,
+            rewrites=self._rewrites,
             kind=kind,
         )
 

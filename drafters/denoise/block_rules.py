@@ -24,6 +24,8 @@ class Rewrite:
 
     def choose(self, slots: Slots, blocks: Sequence[Block]) -> Tensor:
         """See `UnmaskRule`."""
+        assert slots.masked is not None  # passes that rewrite tell
+        assert slots.current is not None
         edits = ~slots.masked & (slots.tokens != slots.current)
         edits &= slots.confidence > self._edit_threshold
         return torch.cat([self._fill.choose(slots, blocks), edits.nonzero()[:, 0]])

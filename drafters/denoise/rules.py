@@ -7,6 +7,7 @@ surer. Next: drafters/denoise/schedules.py.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
@@ -79,8 +80,10 @@ class Unmask:
 
 def members(slots: Slots, block: Block) -> Tensor:
     """Return the indices of a block's masked slots."""
-    inside = (slots.positions >= block.start) & (slots.positions < block.end)
-    return (inside & slots.masked).nonzero()[:, 0]
+    positions = slots.positions.tolist()  # ascending, and few: cheaper than comparing tensors
+    start, end = bisect_left(positions, block.start), bisect_left(positions, block.end)
+    index = torch.arange(start, end)
+    return index if slots.masked is None else index[slots.masked[start:end]]
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -111,6 +111,7 @@ class Pass:
         num_kept: leading tokens of the pass whose K/V join the row.
         local: [T, T] which token sees which, None for all.
         is_causal: `local` is the lower triangle.
+        rewrites: not all of the targets are masked: a rule may replace tokens.
         write: SCRATCH, or REFRESH to overwrite the cached K/V of these positions.
         kind: for the statistics.
         features: what layers added to the row's tokens in earlier passes, to be reused.
@@ -125,6 +126,7 @@ class Pass:
     num_kept: int = 0
     local: Tensor | None = None
     is_causal: bool = False
+    rewrites: bool = False
     write: Write = Write.SCRATCH
     kind: PassKind = PassKind.DENOISE
     features: FeatureCache | None = None

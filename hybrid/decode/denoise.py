@@ -13,6 +13,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hybrid.attention.pattern import AttentionPattern, bidirectional
 from hybrid.decode.canvas import Block, Canvas, Pass, PassKind
@@ -160,10 +161,10 @@ def _commit(row: DenoiseRow, blocks: Sequence[Block], plan: Pass, logits: Tensor
     slots = Slots(
         logits[: len(plan.targets)],
         plan.targets,
-        masked=canvas.masked[plan.targets],
-        current=canvas.tokens[plan.targets],
         sampling=row.sampling,
         generator=row.state.generator,
+        masked=canvas.masked[plan.targets] if plan.rewrites else None,
+        current=canvas.tokens[plan.targets] if plan.rewrites else None,
         raw_confidence=denoiser.raw_confidence,
     )
     index = denoiser.rule.choose(slots, blocks)
@@ -184,9 +185,9 @@ def _forward(backbone: Backbone, cache: Cache, jobs: Sequence[_Job]) -> Tensor:
     guidance, device = jobs[0].row.denoiser.guidance, backbone.device
     fed = _fed(jobs, len(cache.lengths) // jobs[0].row.denoiser.copies)
     plans, rows = [plan for _, plan, _ in fed], [row for _, _, row in fed]
-    tokens = torch.stack([canvas.tokens[plan.positions] for canvas, plan, _ in fed])
-    positions = torch.stack([plan.positions for plan in plans])
-    at = torch.nn.utils.rnn.pad_sequence([plan.rows for plan in plans], batch_first=True)
+    tokens = _stacked([canvas.tokens[plan.positions] for canvas, plan, _ in fed])
+    positions = _stacked([plan.positions for plan in plans])
+    at = _stacked([plan.rows for plan in plans])
     prefixes = [plan.prefix for plan in plans]
     local = [plan.local for plan in plans]
     features = [job.plan.features for job in jobs if job.plan.features is not None]
@@ -218,6 +219,11 @@ def _forward(backbone: Backbone, cache: Cache, jobs: Sequence[_Job]) -> Tensor:
         logits = blind_logits + (guidance + 1) * (given - blind_logits)
     logits[..., backbone.mask_token_id] = float("-inf")  # no answer
     return logits
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows [n] as [B, n], shorter ones with zeros behind them."""
+    return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
 def _pattern(

@@ -18,8 +18,8 @@ class Slots:
 
     Attributes:
         positions: [n] in the canvas, CPU.
-        masked: [n] whether each slot is still masked, CPU.
-        current: [n] tokens in the slots, CPU.
+        masked: [n] whether each slot is still masked, CPU; None: all are.
+        current: [n] tokens in the slots, CPU; None where all are masked.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class Slots:
         logits: Tensor,
         positions: Tensor,
         *,
-        masked: Tensor,
-        current: Tensor,
         sampling: SamplingParams,
         generator: torch.Generator,
+        masked: Tensor | None = None,
+        current: Tensor | None = None,
         raw_confidence: bool = False,
     ) -> None:
         """Keep the parts.
@@ -38,10 +38,10 @@ class Slots:
         Args:
             logits: [n, V], the mask token's already at -inf.
             positions: see the attributes.
-            masked: see the attributes.
-            current: see the attributes.
             sampling: of the row; truncation (top_k, ...) counts for the scores of a greedy row too.
             generator: the row's own stream.
+            masked: see the attributes.
+            current: see the attributes.
             raw_confidence: scores are those of the law before temperature and truncation.
         """
         self.positions, self.masked, self.current = positions, masked, current
