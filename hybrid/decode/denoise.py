@@ -217,7 +217,8 @@ def _forward(backbone: Backbone, cache: Cache, jobs: Sequence[_Job]) -> Tensor:
     if guidance:
         given, blind_logits = logits.chunk(2)
         logits = blind_logits + (guidance + 1) * (given - blind_logits)
-    logits[..., backbone.mask_token_id] = float("-inf")  # no answer
+    # No answer. Finite, so that probability 0 times it is 0, not NaN.
+    logits[..., backbone.mask_token_id] = torch.finfo(logits.dtype).min
     return logits
 
 

@@ -36,7 +36,7 @@ class Slots:
         """Keep the parts.
 
         Args:
-            logits: [n, V], the mask token's already at -inf.
+            logits: [n, V], finite; the mask token's is the least number of their dtype.
             positions: see the attributes.
             sampling: of the row; truncation (top_k, ...) counts for the scores of a greedy row too.
             generator: the row's own stream.
@@ -46,15 +46,15 @@ class Slots:
         """
         self.positions, self.masked, self.current = positions, masked, current
         self._logits, self._generator, self._is_greedy = logits, generator, sampling.is_greedy
-        self._law_logits = logits
-        if not sampling.is_greedy:
-            self._law_logits = process_logits(logits, sampling, (), 0)
-        elif sampling.top_p == 1 and not sampling.min_p:
+        self._law_logits, self._has_holes = logits, False
+        if sampling.is_greedy and sampling.top_p == 1 and not sampling.min_p:
             if 0 < sampling.top_k < logits.shape[1]:
                 # The scores of a greedy row need the best logits, not whose they are.
                 self._law_logits = logits.topk(sampling.top_k).values
         else:
-            self._law_logits = process_logits(logits, sampling.replace(temperature=1.0), (), 0)
+            if sampling.is_greedy:
+                sampling = sampling.replace(temperature=1.0)
+            self._law_logits, self._has_holes = process_logits(logits, sampling, (), 0), True
         self._scored_logits = logits if raw_confidence else self._law_logits
 
     def __len__(self) -> int:
@@ -87,15 +87,17 @@ class Slots:
     def entropy(self) -> Tensor:
         """Entropy of each prediction [n], nats, CPU."""
         # log sum exp - sum p x, with what the probabilities already know of the first term.
-        logits = self._scored_logits.float().clamp(min=_LEAST)
+        logits = self._scored_logits.float()
+        if self._has_holes:
+            logits = logits.clamp(min=_LEAST)
         total = logits.amax(dim=-1) - self._probs.amax(dim=-1).log()
         return (total - torch.linalg.vecdot(self._probs, logits)).cpu()
 
     @cached_property
     def margin(self) -> Tensor:
         """Probability of the best id less that of the next [n], CPU."""
-        best = self._probs.topk(2, dim=-1).values
-        return (best[:, 0] - best[:, 1]).cpu()
+        best = self._probs.topk(min(2, self._probs.shape[1]), dim=-1).values
+        return (best[:, 0] - best[:, 1:].sum(dim=-1)).cpu()
 
     @cached_property
     def _probs(self) -> Tensor:

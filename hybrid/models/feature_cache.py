@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class FeatureCache:
     """Prompt and response are computed anew every so many passes, each on its own clock.
 
-    Between its own refreshes a share of the response is computed in each layer: the tokens whose
-    values have turned most from the cached ones. The others get their new values, but keep their
-    keys and outputs. With both intervals 1 nothing is reused.
+    Between its refreshes a share of the response is computed in each layer: the tokens whose values
+    have turned most from the cached ones. The others get their new values, but keep their keys and
+    outputs. The first layer, where what has changed enters, computes the whole response in every
+    pass, as the reference does. With both intervals 1 nothing is reused.
     """
 
     def __init__(
@@ -41,24 +42,17 @@ class FeatureCache:
         """
         self._num_prompt, self._transfer_ratio = num_prompt, transfer_ratio
         self._intervals = prompt_interval, response_interval
-        self._num_passes = self._num_sure = 0
-        self._fed = torch.empty(0, dtype=torch.long)
+        self._num_passes = 0
+        self._is_due = True, True
         self._outputs: Tensor | None = None  # [L, 2, S, C]
 
     def begin(self, backbone: NativeBackbone, num_tokens: int) -> None:
-        """Begin a pass over the first `num_tokens` tokens of the row; the first pass has them all.
-
-        It feeds the attention some of them; the leading `_num_sure` of these in any case compute
-        all that there is, the others only if their values have turned.
-        """
+        """Begin a pass over the first `num_tokens` tokens of the row; the first pass has them all."""
         if self._outputs is None:
             shape = backbone.num_layers, 2, num_tokens, backbone.hidden_size
             self._outputs = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)
         prompt_is_due, response_is_due = (self._num_passes % n == 0 for n in self._intervals)
-        first = 0 if prompt_is_due else self._num_prompt
-        end = num_tokens if response_is_due or self._transfer_ratio else self._num_prompt
-        self._fed = torch.arange(first, end, device=backbone.device)
-        self._num_sure = (num_tokens if response_is_due else self._num_prompt) - first
+        self._is_due = prompt_is_due, response_is_due
         self._num_passes += 1
 
     def layer(
@@ -91,7 +85,10 @@ class FeatureCache:
         outputs: Tensor,
     ) -> Tensor:
         """Renew K/V and outputs [T, C] of attention; return which tokens got new outputs."""
-        fed, num_fed = self._fed, len(self._fed)
+        prompt_is_due, response_is_due = self._is_due[0], self._is_due[1] or index == 0
+        first = 0 if prompt_is_due else self._num_prompt
+        end = len(x) if response_is_due or self._transfer_ratio else self._num_prompt
+        fed, num_fed = torch.arange(first, end, device=x.device), end - first
         if not num_fed:
             return fed
         spec, row = attend.backbone.spec, attend.rows[batch_row]
@@ -100,9 +97,11 @@ class FeatureCache:
         attend.rotate(layer, qkv, batch_row * len(x) + fed)
         new = qkv[:, spec.num_heads :].view(num_fed, 2, spec.num_kv_heads, -1).permute(1, 2, 0, 3)
         keys, values = attend.cache.read(index, row, len(x))
-        chosen = torch.arange(self._num_sure, device=fed.device)
-        if num_fed > self._num_sure:
-            chosen = torch.cat([chosen, self._most_turned(new[1], values[:, fed])])
+        chosen = fed - first
+        if not response_is_due and end > self._num_prompt:
+            num_sure = self._num_prompt - first
+            turned = self._most_turned(new[1, :, num_sure:], values[:, self._num_prompt : end])
+            chosen = torch.cat([chosen[:num_sure], turned + num_sure])
             is_chosen = torch.zeros(num_fed, 1, dtype=torch.bool, device=fed.device)
             is_chosen[chosen] = True
             new[0] = torch.where(is_chosen, new[0], keys[:, fed])
@@ -113,8 +112,8 @@ class FeatureCache:
         return fed[chosen]
 
     def _most_turned(self, new: Tensor, cached: Tensor) -> Tensor:
-        """Choose the share of the fed tokens whose values [G, n, D] are least like the cached."""
-        new, cached = (v[:, self._num_sure :].transpose(0, 1).flatten(1) for v in (new, cached))
+        """Choose the share of the tokens whose values [G, n, D] are least like the cached ones."""
+        new, cached = (v.transpose(0, 1).flatten(1) for v in (new, cached))
         similarity = F.cosine_similarity(new, cached, dim=-1)
         count = int(len(similarity) * self._transfer_ratio)
-        return similarity.topk(count, largest=False).indices + self._num_sure
+        return similarity.topk(count, largest=False).indices

@@ -7,9 +7,8 @@ import torch
 from hybrid.decode.slots import Slots
 from hybrid.params import SamplingParams
 
-LOGITS = torch.tensor(
-    [[0.0, 1.0, 2.0, -math.inf], [3.0, 3.0, 0.0, -math.inf], [0.0, 0.0, 0.0, -math.inf]]
-)
+NONE = torch.finfo(torch.float32).min  # as the loop sets the mask token's
+LOGITS = torch.tensor([[0.0, 1.0, 2.0, NONE], [3.0, 3.0, 0.0, NONE], [0.0, 0.0, 0.0, NONE]])
 
 
 def make(logits=LOGITS, seed=0, raw=False, **sampling):
@@ -65,3 +64,8 @@ def test_numbers_are_computed_once():
     slots = make(temperature=1.0)
     assert slots.tokens is slots.tokens
     assert slots.random is slots.random
+
+
+def test_the_only_token_has_all_the_margin():
+    assert make(top_k=1).margin.tolist() == [1.0, 1.0, 1.0]
+    assert make(top_p=0.1).entropy.tolist() == [0.0, 0.0, 0.0]
