@@ -6,7 +6,7 @@ Next: hybrid/decode/loop.py.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from hybrid.memory import require_memory
 from hybrid.metrics import RowMeter
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.models.fetch import Progress
-from hybrid.models.loading import load_model
+from hybrid.models.loading import DeviceMap, load_model
 from hybrid.models.tokenizer import Tokenizer
 from hybrid.params import SamplingParams
 from hybrid.prompts import is_batch, to_token_ids
@@ -34,6 +34,14 @@ from hybrid.strategy import Strategy, VerifiedPreset, fitting, resolve
 from hybrid.types import SequenceState, StepRecord, StreamEvent
 
 Steps = Generator[StepRecord, None, None]
+_LEFT_TO_RIGHT = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_new_tokens",
+    "logprobs",
+)
+_OF_A_LAW = ("temperature", "top_k", "top_p", "min_p")
 
 
 class HybridDecoder:
@@ -87,7 +95,7 @@ class HybridDecoder:
         model: str | Path = "default",
         *,
         device: str = "auto",
-        device_map: str | Mapping[str, str | int] | None = None,
+        device_map: DeviceMap | None = None,
         dtype: str = "auto",
         adapter: str | Path | None = None,
         drafter: str | Path | Drafter | None = None,
@@ -243,7 +251,10 @@ class HybridDecoder:
                 f"plan_memory: got max_seq_len {max_seq_len} and batch {batch}, "
                 "expected at least 1."
             )
+        default = self.resolve_strategy()
         width = 1 + self._parts.drafter().max_draft_tokens
+        if isinstance(default.settings, DenoisePreset):
+            width = max_seq_len  # every slot may be masked, and have a row of logits
         chunk = min(self.backbone.prefill_chunk, max_seq_len)
         itemsize = self.backbone.dtype.itemsize
         heads = getattr(getattr(self.backbone, "spec", None), "num_heads", 1)
@@ -279,6 +290,7 @@ class HybridDecoder:
             for index, prompt in enumerate(prompts)
         ]
         if not isinstance(chosen.settings, (VerifiedPreset, DenoisePreset)):
+            _refuse(params, chosen.name, [*_LEFT_TO_RIGHT, *_OF_A_LAW], "the preset has its own")
             rows = [(request.state, request.rule) for request in requests]
             steps = decode_canvases(cast(CanvasModel, self.backbone), rows, chosen.settings)
         elif isinstance(chosen.settings, DenoisePreset):
@@ -321,16 +333,14 @@ class HybridDecoder:
     ) -> Steps:
         """Return the steps of a denoising preset."""
         assert isinstance(chosen.settings, DenoisePreset)
-        if params.has_penalties or params.min_new_tokens or params.logprobs is not None:
-            raise ConfigError(
-                f"strategy {chosen.name!r}: got penalties, min_new_tokens or logprobs, which are "
-                "defined for tokens from left to right. Leave them out, or use a strategy that "
-                "verifies."
-            )
-        rows = [
-            DenoiseRow.start(self.backbone, chosen.settings, request.state, request.rule)
-            for request in requests
-        ]
+        _refuse(params, chosen.name, _LEFT_TO_RIGHT, "defined for tokens from left to right")
+        try:
+            rows = [
+                DenoiseRow.start(self.backbone, chosen.settings, request.state, request.rule)
+                for request in requests
+            ]
+        except ConfigError as error:
+            raise ConfigError(f"strategy {chosen.name!r}: {error}") from error
         cache = self._cache(
             rows[0].denoiser.copies * len(rows), max(len(row.canvas) for row in rows)
         )
@@ -372,6 +382,21 @@ class HybridDecoder:
         needs_text = decode if text or params.stop else None
         rule = StopRule(params, self.backbone.eos_token_ids, needs_text)
         return Request(state, rule, RowMeter(index, len(ids)), decode)
+
+
+def _refuse(params: SamplingParams, name: str, fields: Sequence[str], why: str) -> None:
+    """Refuse parameters that a strategy does not heed.
+
+    Raises:
+        ConfigError: one of `fields` differs from its default.
+    """
+    default = SamplingParams()
+    given = [field for field in fields if getattr(params, field) != getattr(default, field)]
+    if given:
+        raise ConfigError(
+            f"strategy {name!r}: got {', '.join(given)}, expected the default ({why}). Leave out "
+            f"{'it' if len(given) == 1 else 'them'}."
+        )
 
 
 def _events(steps: Steps, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:

@@ -7,6 +7,7 @@ Next: hybrid/assembly.py.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -103,7 +104,7 @@ class Strategy:
             ConfigError: no such preset or parameter, or a value outside its range.
         """
         known = registry.names("preset")
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise ConfigError(f"strategy: got {name!r}.{did_you_mean(str(name), known)}")
         make = registry.load("preset", name)
         try:
@@ -131,18 +132,27 @@ def resolve(strategy: str | Strategy | None, backbone: Backbone, *, unverified: 
         raise ConfigError(
             f"strategy: got {type(strategy).__name__}, expected a name or Strategy.preset(...)."
         )
+    if not isinstance(strategy.settings, Config):
+        raise ConfigError(
+            f"strategy {strategy.name!r}: got {type(strategy.settings).__name__} for its settings, "
+            "expected what Strategy.preset(...) makes."
+        )
     problem = misfit(strategy.settings, backbone, unverified=unverified)
     if problem:
-        raise ConfigError(
-            f"strategy {strategy.name!r}: {problem} For this model: {', '.join(fitting(backbone))}."
-        )
+        others = ", ".join(fitting(backbone))
+        hint = f"For this model: {others}." if others else "No preset runs this model."
+        raise ConfigError(f"strategy {strategy.name!r}: {problem} {hint}")
     return strategy
 
 
 def fitting(backbone: Backbone) -> tuple[str, ...]:
     """Return the names of the presets that a model can run."""
-    presets = {name: registry.load("preset", name) for name in registry.names("preset")}
-    return tuple(name for name, make in presets.items() if not misfit(make(), backbone))
+    found = []
+    for name in registry.names("preset"):
+        with suppress(ConfigError):  # somebody's preset that cannot be loaded spoils no other
+            if not misfit(registry.load("preset", name)(), backbone):
+                found.append(name)
+    return tuple(found)
 
 
 def misfit(settings: Config, backbone: Backbone, *, unverified: bool = False) -> str | None:

@@ -193,7 +193,7 @@ class FastDLLMv2(DenoisePreset):
         grid = Grid(self.block_size or backbone.block_size or 32)
         if grid.size % self.sub_block_size:
             raise ConfigError(
-                f"fast-dllm-v2: got sub_block_size {self.sub_block_size}, expected a divisor of "
+                f"sub_block_size: got {self.sub_block_size}, expected a divisor of "
                 f"the block's {grid.size} positions."
             )
         make = SubBlockCache if self.sub_block_cache else BlockCache

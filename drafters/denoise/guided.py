@@ -94,7 +94,7 @@ class Guided(DenoisePreset):
         if self._loaded is None:
             if self.guide is None:
                 raise ConfigError(
-                    "guided: expected an AR model with the same tokenizer, as in guide=FOLDER."
+                    "guide: got nothing, expected a folder: an AR model with the same tokenizer."
                 )
             self._loaded = self.guide
             if isinstance(self.guide, (str, Path)):

@@ -60,6 +60,7 @@ class MultiBlock:
 
     def stable_end(self, canvas: Canvas) -> int:
         """See `BlockSchedule`."""
+        self._end_at_eos(canvas)  # before a reader sees what is behind it
         return canvas.first_masked
 
     def _end(self, start: int) -> int:

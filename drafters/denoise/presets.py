@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hybrid.decode.policies import DenoisePreset, Denoiser
 from hybrid.drafters.denoise import rules
@@ -16,7 +16,6 @@ from hybrid.drafters.denoise.cycles import Cycles
 from hybrid.drafters.denoise.multi_block import MultiBlock, SurestAlways
 from hybrid.drafters.denoise.rules import EntropyBounded, Factor, Unmask
 from hybrid.drafters.denoise.schedules import DreamSteps, SemiAutoregressive
-from hybrid.errors import ConfigError
 from hybrid.protocols import Backbone
 
 _Count = Annotated[int, Field(ge=1)]
@@ -37,9 +36,9 @@ class LLaDA(DenoisePreset):
     """LLaDA (arXiv:2502.09992): semi-autoregressive blocks, an even quota of slots per pass.
 
     Attributes:
-        steps: passes for the whole answer; None is one per token.
+        steps: passes for the whole answer, at least one per block; None is one per token.
         block_size: None is the whole answer.
-        remasking: commit the most confident slots, or random ones.
+        remasking: commit the most confident slots, or random ones (give a seed to repeat them).
         cfg_scale: weight of classifier-free guidance; 0 is none.
     """
 
@@ -66,9 +65,10 @@ class FastDLLM(DenoisePreset):
 
     Attributes:
         block_size: positions of a block.
-        threshold: confidence from which on a slot is committed; the best one always is.
+        threshold: confidence from which on a slot is committed; the best one always is. 0.9 where
+            neither this nor one of the next two is given.
         factor: instead of a threshold, see `Factor`.
-        steps: instead of a threshold, passes for the whole answer.
+        steps: instead of a threshold, passes for the whole answer, at least one per block.
         cache: none, prefix, dual.
     """
 
@@ -78,12 +78,17 @@ class FastDLLM(DenoisePreset):
     steps: _Count | None = None
     cache: Literal["none", "prefix", "dual"] = "dual"
 
-    def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
-        """See `DenoisePreset`."""
+    @model_validator(mode="after")
+    def _one_rule(self) -> FastDLLM:
         given = [n for n in ("threshold", "factor", "steps") if getattr(self, n) is not None]
         if len(given) > 1:
-            raise ConfigError(f"fast-dllm: got {' and '.join(given)}, expected one of them.")
-        threshold = self.threshold if given else 0.9
+            raise ValueError(f"got {' and '.join(given)}, expected one of them.")
+        return self
+
+    def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
+        """See `DenoisePreset`."""
+        is_default = self.threshold is None and self.factor is None and self.steps is None
+        threshold = 0.9 if is_default else self.threshold
         shift = backbone.logit_shift
         return Denoiser(
             SemiAutoregressive(num_prompt, max_new_tokens, self.block_size, self.steps),

@@ -27,15 +27,15 @@ class SemiAutoregressive:
             num_prompt: P.
             max_new_tokens: G.
             block_size: positions of a block.
-            steps: passes for the whole answer, shared evenly by the blocks; None commits at least
-                one slot per pass.
+            steps: passes for the whole answer, shared evenly by the blocks, at least one for each;
+                None commits at least one slot per pass.
         """
         self.length = num_prompt + max_new_tokens
         self._block_size, self._steps = block_size, steps
         self._num_blocks = -(-max_new_tokens // block_size)
         self._end = num_prompt  # of the block being worked on
         self._start = num_prompt
-        self._quotas: list[int] = []
+        self._steps_left = 0  # of the block
 
     def open(self, canvas: Canvas) -> Sequence[Block]:
         """See `BlockSchedule`."""
@@ -45,9 +45,13 @@ class SemiAutoregressive:
             self._start = self._end
             self._end = min(self._start + self._block_size, self.length)
             if self._steps is not None:
-                steps = max(1, self._steps // self._num_blocks)
-                self._quotas = quotas(self._end - self._start, steps)
-        quota = self._quotas.pop(0) if self._quotas else 1
+                self._steps_left = max(1, self._steps // self._num_blocks)
+        quota = 1
+        if self._steps is not None:
+            # An even share of what is left: as `quotas`, also if a pass has committed less.
+            masked = canvas.num_masked(self._start, self._end)
+            quota = -(-masked // max(1, self._steps_left))
+            self._steps_left -= 1
         return (Block(self._start, self._end, quota),)
 
     def stable_end(self, canvas: Canvas) -> int:

@@ -20,7 +20,6 @@ from hybrid.decode.canvas import Block, Canvas, Guess, Pass
 from hybrid.decode.policies import DenoisePreset, Denoiser
 from hybrid.decode.slots import Slots
 from hybrid.drafters.denoise.caches import NoCache
-from hybrid.drafters.denoise.presets import dream_top_k
 from hybrid.drafters.denoise.rules import Unmask, best
 from hybrid.drafters.denoise.schedules import SemiAutoregressive
 from hybrid.protocols import Backbone
@@ -104,7 +103,6 @@ class SSD(DenoisePreset):
             SemiAutoregressive(*layout),
             both,
             both,
-            raw_confidence=not backbone.logit_shift,
-            top_k=dream_top_k(backbone),
+            raw_confidence=True,
             num_guesses=self.width * (self.depth - 1),
         )

@@ -217,8 +217,9 @@ def _forward(backbone: Backbone, cache: Cache, jobs: Sequence[_Job]) -> Tensor:
     if guidance:
         given, blind_logits = logits.chunk(2)
         logits = blind_logits + (guidance + 1) * (given - blind_logits)
-    # No answer. Finite, so that probability 0 times it is 0, not NaN.
-    logits[..., backbone.mask_token_id] = torch.finfo(logits.dtype).min
+    # No answer. Finite in float32 too, so that probability 0 times it is 0, not NaN.
+    least = max(torch.finfo(dtype).min for dtype in (logits.dtype, torch.float32))
+    logits[..., backbone.mask_token_id] = least
     return logits
 
 

@@ -115,7 +115,7 @@ class DenoisePreset(Config):
     def misfit(self, backbone: Backbone) -> str | None:
         """Return why a model cannot run it, None if it can."""
         if backbone.mask_token_id is None:
-            return "this model has no mask token, so it cannot denoise."
+            return "this model names no mask token (mask_token_id in config.json)."
         if backbone.context not in self.contexts:
             kinds = " or ".join(c.value for c in self.contexts)
             return f"got a model with {backbone.context.value} context, expected {kinds}."

@@ -47,7 +47,7 @@ class FeatureCache:
         self._outputs: Tensor | None = None  # [L, 2, S, C]
 
     def begin(self, backbone: NativeBackbone, num_tokens: int) -> None:
-        """Begin a pass over the first `num_tokens` tokens of the row; the first pass has them all."""
+        """Begin a pass over the first `num_tokens` tokens of the row; the first has them all."""
         if self._outputs is None:
             shape = backbone.num_layers, 2, num_tokens, backbone.hidden_size
             self._outputs = torch.zeros(shape, dtype=backbone.dtype, device=backbone.device)

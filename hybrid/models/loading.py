@@ -27,6 +27,7 @@ from hybrid.models.transformer import NativeBackbone
 from hybrid.types import Context
 
 DTYPES = ("auto", "float32", "bfloat16", "int4")
+DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device]
 SHIPPED_ADAPTERS = {
     DEFAULT_NAME: Path(__file__).resolve().parent.parent / "adapters" / "smollm2-135m-instruct"
 }
@@ -47,7 +48,7 @@ def load_model(
     model: str | Path,
     *,
     device: str = "auto",
-    device_map: str | Mapping[str, str | int] | None = None,
+    device_map: DeviceMap | None = None,
     dtype: str = "auto",
     adapter: str | Path | None = None,
     exact: bool = False,
@@ -142,10 +143,10 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _one_device(device_map: str | Mapping[str, str | int], device: str) -> str:
+def _one_device(device_map: DeviceMap, device: str) -> str:
     """Return what a device map says in the words of `device`."""
-    places = {device_map} if isinstance(device_map, str) else {*device_map.values()}
-    names = {f"cuda:{place}" if isinstance(place, int) else place for place in places}
+    places = [*device_map.values()] if isinstance(device_map, Mapping) else [device_map]
+    names = {f"cuda:{place}" if isinstance(place, int) else str(place) for place in places}
     if len(names) != 1 or names & {"balanced", "balanced_low_0", "sequential", "disk"}:
         raise ConfigError(
             f"device_map: got {device_map!r}, expected 'auto' or one device for the whole model: "

@@ -87,7 +87,8 @@ class ChatSession:
 
         Chat templates want user and assistant to alternate, so both are kept or neither.
         """
-        self.last = turn
+        if turn.steps:
+            self.last = turn
         if not turn.text:
             return False
         self.conversation.messages += [

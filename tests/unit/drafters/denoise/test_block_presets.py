@@ -196,7 +196,7 @@ def test_block_size_is_the_models_where_none_is_given() -> None:
 
 
 def test_sub_blocks_must_divide_the_block() -> None:
-    with pytest.raises(ConfigError, match="sub_block_size 6, expected a divisor"):
+    with pytest.raises(ConfigError, match="sub_block_size: got 6, expected a divisor"):
         FastDLLMv2(block_size=8, sub_block_size=6).start(model(1), 3, 8)
 
 

@@ -169,7 +169,14 @@ def twin(text: Whole, preset: SlowFast) -> int:
     ],
 )
 def test_twin(
-    size: int, new: int, slow: int, low: float, window: int, deviation: float, high: float, shift: int
+    size: int,
+    new: int,
+    slow: int,
+    low: float,
+    window: int,
+    deviation: float,
+    high: float,
+    shift: int,
 ) -> None:
     backbone = model(shift)
     preset = SlowFast(

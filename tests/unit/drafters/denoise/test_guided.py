@@ -178,7 +178,7 @@ def test_the_guide_is_loaded_from_a_folder_once(tmp_path: Path) -> None:
 
 
 def test_what_cannot_guide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected an AR model with the same tokenizer"):
+    with pytest.raises(ConfigError, match="expected a folder: an AR model with the same tokenizer"):
         Guided().start(model(), 3, 4)
     large = copy.copy(guide_model())
     large.vocab_size = 5000

@@ -141,7 +141,9 @@ def twin(text: Whole, preset: D3LLM, size: int, shift: int, eos: int | None) -> 
         said = text.laws()
         passes += 1
         best = {i: law.argmax().item() for i, law in enumerate(said)}
-        entropy = {i: -sum(p * math.log(p) for p in law.tolist() if p) for i, law in enumerate(said)}
+        entropy = {
+            i: -sum(p * math.log(p) for p in law.tolist() if p) for i, law in enumerate(said)
+        }
         slots = text.slots(first, blocks[-1][1])
         limit = preset.entropy_threshold
         chosen = {i for i in slots if (entropy[i] < limit if shift else entropy[i] <= limit)}
@@ -165,9 +167,7 @@ TWINS = [
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(("entropy", "add", "activate", "size", "new"), TWINS)
-def test_twin(
-    entropy: float, add: float, activate: float, size: int, new: int, shift: int
-) -> None:
+def test_twin(entropy: float, add: float, activate: float, size: int, new: int, shift: int) -> None:
     backbone = model(shift)
     preset = D3LLM(
         block_size=size,

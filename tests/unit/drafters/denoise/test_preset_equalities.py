@@ -49,3 +49,20 @@ def test_ssd_is_llada_with_a_step_per_token(llada):
     ours, passes = run(llada, "ssd")
     assert ours == tokens
     assert passes < NEW
+
+
+@pytest.fixture(scope="module")
+def dream() -> HybridDecoder:
+    return HybridDecoder.from_pretrained(GOLDEN / "dream-rand", dtype="float32")
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_steps_bound_the_passes_of_fast_dllm_on_dream_too(dream, cache):
+    # With a cache the pass that opens a block commits one slot only; the others make up for it.
+    _, passes = run(dream, "fast-dllm", block_size=10, steps=6, cache=cache)
+    assert passes == 6
+
+
+def test_ssd_is_llada_on_dream_too(dream):
+    tokens, _ = run(dream, "llada", steps=NEW)
+    assert run(dream, "ssd", depth=3)[0] == tokens

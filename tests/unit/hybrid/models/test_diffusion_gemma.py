@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers.models.diffusion_gemma")
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
+from hybrid import HybridDecoder, Strategy
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.diffusion_gemma import CanvasSettings, DiffusionGemma
 
@@ -148,3 +149,35 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CheckpointError, match="transformers cannot load"):
         DiffusionGemma.from_path(tmp_path, *where)
+
+
+def test_behind_the_facade(tmp_path: Path) -> None:
+    transformers_model().save_pretrained(tmp_path)
+    decoder = HybridDecoder.from_pretrained(tmp_path, dtype="float32")
+    assert decoder.strategies == ("diffusion-gemma",)
+    strategy = Strategy.preset("diffusion-gemma", max_denoising_steps=6)
+    asked: dict[str, Any] = {"strategy": strategy, "max_new_tokens": 11, "ignore_eos": True}
+    result = decoder.generate(PROMPT, seed=3, **asked)
+    expected = [token for canvas in ours(2) for token in canvas.tokens][:11]
+    assert list(result.token_ids) == expected
+    stats = result.stats
+    assert stats.num_forwards == stats.num_denoise_forwards + stats.num_verify_forwards
+    both = decoder.generate([PROMPT, PROMPT[:2]], seed=3, **asked)
+    assert both[0].token_ids == result.token_ids
+    events = list(decoder.stream(PROMPT, seed=3, **asked))
+    assert events[-1].result is not None
+    assert events[-1].result.token_ids == result.token_ids
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1.5}, {"top_k": 3}, {"min_new_tokens": 2}, {"logprobs": 1}]
+)
+def test_what_its_own_code_does_not_heed_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    transformers_model().save_pretrained(tmp_path)
+    decoder = HybridDecoder.from_pretrained(tmp_path, dtype="float32")
+    with pytest.raises(ConfigError, match=f"got {next(iter(fields))}, expected the default"):
+        decoder.generate(PROMPT, max_new_tokens=9, **fields)
+    with pytest.raises(ConfigError, match="decodes by its own code"):
+        decoder.generate(PROMPT, strategy="ar")
+    with pytest.raises(ConfigError, match="plan_memory"):
+        decoder.plan_memory()

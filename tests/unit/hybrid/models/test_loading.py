@@ -22,7 +22,9 @@ from hybrid.models.name_maps import LLADA, Renamed, canonical
 from hybrid.models.transformer import NativeBackbone
 
 
-@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
+@pytest.mark.parametrize(
+    "device_map", ["cpu", torch.device("cpu"), {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}]
+)
 def test_a_device_map_may_name_one_device(device_map: Any, tmp_path: Path) -> None:
     path = tiny_diffusion(tmp_path, "dream")
     assert load_model(path, device_map=device_map).backbone.device == torch.device("cpu")
