@@ -164,7 +164,7 @@ class Parts:
                 stacklevel=5,
             )
             return self.drafter("none"), FixedRouter(0)
-        if settings.drafter == "none":
+        if settings.drafter == "none" or settings.num_draft_tokens == 0:
             return self.drafter("none"), FixedRouter(0)
         if settings.needs is not None and self.drafter_name != settings.needs:
             raise ConfigError(

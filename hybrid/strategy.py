@@ -52,12 +52,13 @@ class Speculative(VerifiedPreset):
     """Diffusion drafts, the same weights verify; output as ar.
 
     Attributes:
-        block_size: anchor and drafted tokens together; None is the drafter's own choice.
+        block_size: anchor and drafted tokens together, 1 drafts none; None is the drafter's own
+            choice.
         threshold: draft passes go on until every slot has been this sure of its token; 0 is one
             pass. For models that fill masks by themselves.
     """
 
-    block_size: Annotated[int, Field(ge=2)] | None = None
+    block_size: Annotated[int, Field(ge=1)] | None = None
     threshold: Annotated[float, Field(ge=0)] = 0.0
 
 
@@ -81,7 +82,7 @@ class DFlash(VerifiedPreset):
     """
 
     needs: ClassVar[str | None] = "dflash"
-    block_size: Annotated[int, Field(ge=2)] | None = None
+    block_size: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

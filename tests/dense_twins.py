@@ -1,4 +1,4 @@
-"""A text whose tokens all see each other, for slow twins of systems with a bidirectional context."""
+"""A text whose tokens all see each other, for slow twins of systems with such a context."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid.decode.canvas import Block, Canvas, Pass
 from hybrid.decode.policies import CachePolicy
 from hybrid.decode.slots import Slots
-from hybrid.drafters.denoise.rules import best, members
+from hybrid.drafters.denoise.rules import Unmask
 
 
 class Cycles:
@@ -25,8 +25,7 @@ class Cycles:
     works on the whole rest of the block, and each of its passes estimates the end of the cycle: the
     farthest slot that is somewhat sure. The estimate stands once the last few agree; if they never
     do it is their mean. A fast phase then fills the cycle; from its second pass on it is fed
-    nothing behind it. Either phase commits all slots that are very sure if these are several, else
-    the surest one.
+    nothing behind it. Either phase commits all slots that are very sure, at least the surest one.
     """
 
     def __init__(
@@ -51,13 +50,14 @@ class Cycles:
             block_size: positions of a block.
             num_slow: passes of a slow phase.
             sure: confidence from which on a slot counts for the estimate.
-            very_sure: confidence from which on slots are committed together.
+            very_sure: confidence from which on a slot is committed.
             window: so many estimates in a row must agree,
             max_deviation: which they do if their standard deviation is less than this.
         """
         self.length = num_prompt + max_new_tokens
         self._cache, self._block_size, self._num_slow = cache, block_size, num_slow
-        self._sure, self._very_sure, self._max_deviation = sure, very_sure, max_deviation
+        self._rule = Unmask(threshold=very_sure)
+        self._sure, self._max_deviation = sure, max_deviation
         self._estimates: deque[int] = deque(maxlen=window)
         self._block_end = num_prompt
         self._is_slow, self._num_passes = True, 0
@@ -92,13 +92,10 @@ class Cycles:
 
     def choose(self, slots: Slots, blocks: Sequence[Block]) -> Tensor:
         """See `UnmaskRule`."""
-        index = members(slots, blocks[0])
-        confidence = slots.confidence[index]
         if self._is_slow and not self._agree():
-            sure = slots.positions[index[confidence >= self._sure]]
+            sure = slots.positions[slots.confidence >= self._sure]
             self._estimates.append((int(sure[-1]) if len(sure) else self._start) + 1)
-        very_sure = confidence >= self._very_sure
-        return index[very_sure if int(very_sure.sum()) > 1 else best(confidence, 1)]
+        return self._rule.choose(slots, blocks)
 
     def _begin(self, start: int) -> None:
         """Begin a cycle."""

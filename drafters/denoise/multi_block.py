@@ -43,7 +43,7 @@ class MultiBlock:
                 with the first of them and never predicted. None lets the answer go on.
         """
         self.length, self._num_prompt = num_prompt + max_new_tokens, num_prompt
-        self._block_size, self._add_threshold = block_size, add_threshold
+        self._block_size, self._add_threshold = block_size, min(add_threshold, 1.0)
         self._eos = torch.tensor(eos_token_ids, dtype=torch.long)
         self._last = num_prompt  # start of the last open block
 

@@ -20,6 +20,7 @@ from hybrid.protocols import Backbone
 
 _Count = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # above 1: the best one alone
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -73,7 +74,7 @@ class FastDLLM(DenoisePreset):
     """
 
     block_size: _Count = 32
-    threshold: _Share | None = None
+    threshold: _Threshold | None = None
     factor: _Positive | None = None
     steps: _Count | None = None
     cache: Literal["none", "prefix", "dual"] = "dual"
@@ -139,7 +140,8 @@ class D3LLM(DenoisePreset):
     Attributes:
         block_size: positions of a block.
         entropy_threshold: nats up to which a slot is committed.
-        block_add_threshold: share of the last block that is known when the next one opens.
+        block_add_threshold: share of the last block that is known when the next one opens; from 1
+            on it is the whole.
         block_activate_threshold: the reference's `decoded_token_threshold`. It decides nothing, see
             `MultiBlock`.
         cache: none, or delayed, see `DelayedCache`.
@@ -150,8 +152,8 @@ class D3LLM(DenoisePreset):
 
     block_size: _Count = 32
     entropy_threshold: Annotated[float, Field(ge=0)] = 0.5
-    block_add_threshold: _Share = 0.1
-    block_activate_threshold: _Share = 0.95
+    block_add_threshold: _Threshold = 0.1
+    block_activate_threshold: _Threshold = 0.95
     cache: Literal["none", "delayed"] = "none"
     cache_delay: Annotated[int, Field(ge=0)] = 2
     refresh_interval: _Count = 3
@@ -182,7 +184,7 @@ class SlowFast(DenoisePreset):
         cycle_len_confidence_threshold: confidence that counts for the end of a cycle.
         cycle_length_stability_window: so many estimates of it in a row must agree,
         cycle_length_stability_std_dev_threshold: their standard deviation being less than this.
-        high_confidence_threshold: confidence from which on several slots are committed at once.
+        high_confidence_threshold: confidence from which on a slot is committed; the best always is.
         cache: "dllm-cache" reuses features between passes as that preset does, by the next three.
         prompt_interval_steps: passes from one refresh of the prompt to the next.
         gen_interval_steps: likewise for the answer.
@@ -191,10 +193,10 @@ class SlowFast(DenoisePreset):
 
     block_size: _Count = 128
     k_exploration_steps: _Count = 6
-    cycle_len_confidence_threshold: _Share = 0.3
+    cycle_len_confidence_threshold: _Threshold = 0.3
     cycle_length_stability_window: _Count = 2
     cycle_length_stability_std_dev_threshold: Annotated[float, Field(ge=0)] = 1.0
-    high_confidence_threshold: _Share = 0.9
+    high_confidence_threshold: _Threshold = 0.9
     cache: Literal["none", "dllm-cache"] = "none"
     prompt_interval_steps: _Count = 25
     gen_interval_steps: _Count = 7

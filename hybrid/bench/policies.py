@@ -2,7 +2,9 @@
 
 A run of a preset is recorded once: every pass, and what was asked of the cache between two passes.
 Then whole runs of the preset and bare replays take turns. A replay gives the same tensors to the
-same `backbone.forward`, and no policy is asked. Next: hybrid/cli/bench_policies.py.
+same `backbone.forward`, and no policy is asked. A bare forward gives logits for every token that it
+is fed, as a model called by itself does; a lean one only for those that the preset asks for, which
+is part of what a preset saves. Next: hybrid/cli/bench_policies.py.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ def measure_policies(
 ) -> list[dict[str, Any]]:
     """Measure presets one after the other; return a row of JSON types for each.
 
-    `ratio` is the median over the runs of time per forward over that of a bare forward. The bytes
+    `ratio` is the median over the runs of time per forward over that of a bare forward,
+    `lean_ratio` of a lean one. The bytes
     per forward are what each forward leaves behind, in tensors and in Python objects, in the second
     half of a run. What a pass allocates and frees again is not among them; the tokens of the answer
     are. Below 0 the plan of a pass got smaller, with ever fewer masked slots to name.
@@ -155,15 +158,16 @@ def _measure(
 
     seconds: dict[Callable[[], float], list[float]] = {
         run_preset: [],
-        lambda: recording.replay(clock): [],
+        lambda: recording.replay(clock, is_lean=False): [],
+        lambda: recording.replay(clock, is_lean=True): [],
     }
     for turn in range(-1, num_runs):  # the first turn warms up
         for run in rotated(list(seconds), turn):
             taken = run()
             if turn >= 0:
                 seconds[run].append(taken)
-    own, bare = seconds.values()
-    ratios = [a / b for a, b in zip(own, bare, strict=True)]
+    own, bare, lean = seconds.values()
+    ratios, lean_ratios = ([a / b for a, b in zip(own, s, strict=True)] for s in (bare, lean))
     tensors, objects = _growth(decoder.stream(**request), num_events)
     strategy: Strategy = request["strategy"]
     return {
@@ -174,6 +178,7 @@ def _measure(
         "bare_ms_per_forward": 1000 * median(bare) / recording.num_forwards,
         "ratios": [round(ratio, 5) for ratio in ratios],
         "ratio": median(ratios),
+        "lean_ratio": median(lean_ratios),
         "tensor_bytes_per_forward": round(tensors, 1),
         "python_bytes_per_forward": round(objects, 1),
     }
@@ -226,13 +231,20 @@ class Recording:
         assert isinstance(cache, _RecordedCache)
         return self._backbone.forward(cache=cache.cache, **given)
 
-    def replay(self, clock: Clock) -> float:
-        """Run the recorded passes again, and nothing else; return the seconds."""
+    def replay(self, clock: Clock, *, is_lean: bool) -> float:
+        """Run the recorded passes again, and nothing else; return the seconds.
+
+        Args:
+            clock: seconds.
+            is_lean: with the logits that were asked for, else with those of all tokens.
+        """
         calls, cache = deepcopy(self._calls), self._backbone.new_cache(*self._size)
         started = clock()
         with torch.inference_mode():
             for name, args, how in calls:
                 if name == "forward":
+                    if not is_lean:
+                        how["logits_at"] = None
                     self._backbone.forward(cache=cache, **how)
                 else:
                     getattr(cache, name)(*args, **how)

@@ -147,6 +147,7 @@ def _policies(rows: Sequence[Mapping[str, Any]], bar: float) -> TextTable:
             f"{row['bare_ms_per_forward']:.2f}",
             f"{row['ratio']:.3f}",
             "yes" if row["ratio"] <= bar else "no",
+            f"{row['lean_ratio']:.3f}",
             str(round(row["tensor_bytes_per_forward"])),
             str(round(row["python_bytes_per_forward"])),
         )
@@ -159,6 +160,7 @@ def _policies(rows: Sequence[Mapping[str, Any]], bar: float) -> TextTable:
         "bare ms",
         "ratio",
         f"≤ {bar}",
+        "× lean",
         "tensor bytes kept",
         "Python bytes kept",
     )

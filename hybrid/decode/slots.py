@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid.params import SamplingParams
 from hybrid.sampling import argmax, process_logits, sample
 
+_SURE = 0.999  # from here on scores are computed in float64, as the references do everywhere
 _LEAST = torch.finfo(torch.float32).min  # an id of probability 0 must not add 0 * -inf
 
 
@@ -77,21 +78,32 @@ class Slots:
 
     @cached_property
     def confidence(self) -> Tensor:
-        """Probability of each predicted id [n], float32, CPU."""
+        """Probability of each predicted id [n], float64, CPU."""
         if self._is_greedy:
-            return self._probs.amax(dim=-1).cpu()
-        index = self.tokens.to(self._probs.device)[:, None]
-        return self._probs.gather(-1, index)[:, 0].cpu()
+            chosen, at = self._best.double(), None
+        else:
+            at = self.tokens.to(self._probs.device)[:, None]
+            chosen = self._probs.gather(-1, at)[:, 0].double()
+        if len(self._sure):
+            law = self._exact
+            exact = law.amax(dim=-1) if at is None else law.gather(-1, at[self._sure])[:, 0]
+            chosen[self._sure] = exact
+        return chosen.cpu()
 
     @cached_property
     def entropy(self) -> Tensor:
-        """Entropy of each prediction [n], nats, CPU."""
+        """Entropy of each prediction [n], nats, float64, CPU."""
         # log sum exp - sum p x, with what the probabilities already know of the first term.
         logits = self._scored_logits.float()
         if self._has_holes:
             logits = logits.clamp(min=_LEAST)
-        total = logits.amax(dim=-1) - self._probs.amax(dim=-1).log()
-        return (total - torch.linalg.vecdot(self._probs, logits)).cpu()
+        total = logits.amax(dim=-1) - self._best.log()
+        entropy = (total - torch.linalg.vecdot(self._probs, logits)).double()
+        if len(self._sure):
+            law = self._exact
+            # d3LLM's own offset: a certain slot is below a threshold of 0.
+            entropy[self._sure] = -torch.special.xlogy(law, law + 1e-12).sum(dim=-1)
+        return entropy.cpu()
 
     @cached_property
     def margin(self) -> Tensor:
@@ -102,6 +114,19 @@ class Slots:
     @cached_property
     def _probs(self) -> Tensor:
         return self._scored_logits.softmax(dim=-1, dtype=torch.float32)
+
+    @cached_property
+    def _best(self) -> Tensor:
+        return self._probs.amax(dim=-1)
+
+    @cached_property
+    def _sure(self) -> Tensor:
+        """Slots whose scores float32 would round together, though one is surer than the next."""
+        return (self._best > _SURE).nonzero()[:, 0]
+
+    @cached_property
+    def _exact(self) -> Tensor:
+        return self._scored_logits[self._sure].softmax(dim=-1, dtype=torch.float64)
 
     @cached_property
     def random(self) -> Tensor:

@@ -87,3 +87,19 @@ def test_the_default_is_what_the_weights_are_meant_for(llada):
 def test_memory_of_a_denoising_default_counts_a_row_of_logits_per_slot(llada):
     plan = llada.plan_memory(100)
     assert plan["workspace"] >= 100 * llada.backbone.vocab_size * 8
+
+
+def test_a_block_of_one_drafts_nothing():
+    nemotron = HybridDecoder.from_pretrained(GOLDEN / "nemotron-rand", dtype="float32")
+    one = Strategy.preset("speculative", block_size=1)
+    result = nemotron.generate([3, 4, 5], strategy=one, max_new_tokens=12)
+    assert (
+        result.token_ids == nemotron.generate([3, 4, 5], strategy="ar", max_new_tokens=12).token_ids
+    )
+    assert result.stats.num_drafted == 0
+
+
+def test_a_threshold_that_nothing_reaches_commits_the_best_slot(llada):
+    never = Strategy.preset("fast-dllm", threshold=1.1, cache="none", block_size=6)
+    result = llada.generate([3, 4], strategy=never, max_new_tokens=12, ignore_eos=True)
+    assert result.stats.num_forwards == 12

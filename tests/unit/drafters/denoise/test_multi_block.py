@@ -70,6 +70,12 @@ def test_what_is_behind_the_first_eos_is_filled_with_it() -> None:
     assert canvas.tokens.tolist() == [*prompt, 0, 1, 8, 8, 8, 8, 8, 8]
 
 
+def test_a_masked_slot_is_no_eos_whatever_its_id() -> None:
+    schedule, canvas = MultiBlock(1, 4, 4, 0.1, eos_token_ids=(0,)), Canvas([5], 5, 0)
+    assert schedule.open(canvas) == [Block(1, 5, 1)]
+    assert canvas.num_masked(0, 5) == 4
+
+
 def test_without_early_stop_an_eos_is_a_token() -> None:
     schedule, canvas = MultiBlock(1, 4, 4, 0.1), Canvas([5], 5, 0)
     fill(canvas, 1, token=9)
@@ -91,14 +97,13 @@ def slots(*probabilities: float) -> Slots:
     )
 
 
-def test_an_entropy_equal_to_the_threshold() -> None:
+@pytest.mark.parametrize(("shift", "expected"), [(0, [0, 1]), (1, [0])])
+def test_an_entropy_equal_to_the_threshold(shift: int, expected: list[int]) -> None:
     said = slots(0.9, 0.75, 0.6)
     threshold = float(said.entropy[1])
     assert threshold == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
-    blocks = [Block(2, 5, 1)]
-    for is_strict, expected in ((False, [0, 1]), (True, [0])):
-        rule = Unmask(rules.certainty, -threshold, is_strict=is_strict)
-        assert rule.choose(said, blocks).tolist() == expected
+    rule = D3LLM(entropy_threshold=threshold).start(model(shift), 2, 3).rule
+    assert rule.choose(said, [Block(2, 5, 1)]).tolist() == expected
 
 
 def test_the_surest_slot_of_all_blocks_beside_the_first_blocks_own() -> None:

@@ -73,15 +73,20 @@ def test_a_replay_computes_what_the_run_computed(decoder, monkeypatch, strategy)
     assert recording.num_forwards == count == result.stats.num_forwards
     for _ in range(2):  # a replay leaves the recording as it was
         logits.clear()
-        recording.replay(clock=lambda: 0.0)
+        recording.replay(clock=lambda: 0.0, is_lean=True)
         assert len(logits) == count
         assert all(torch.equal(a, b) for a, b in zip(first, logits, strict=True))
+    logits.clear()
+    recording.replay(clock=lambda: 0.0, is_lean=False)
+    assert all(a.shape[1] < b.shape[1] for a, b in zip(first, logits, strict=True))
 
 
 def test_the_ratio_is_of_time_per_forward(decoder, monkeypatch) -> None:
     """A clock that ticks as it is told: 3 s for the preset, then 2, 2, 4 for the bare passes."""
     bare = iter([9.0, 2.0, 2.0, 4.0])
-    monkeypatch.setattr(Recording, "replay", lambda self, clock: next(bare))
+    monkeypatch.setattr(
+        Recording, "replay", lambda self, clock, *, is_lean: 1.5 if is_lean else next(bare)
+    )
     clock = itertools.count(0.0, 3.0)
     (row,) = measure_policies(
         decoder, ["llada"], max_new_tokens=8, num_runs=3, clock=lambda: next(clock)
@@ -89,6 +94,7 @@ def test_the_ratio_is_of_time_per_forward(decoder, monkeypatch) -> None:
     assert row["num_forwards"] == 8
     assert row["ratios"] == [1.5, 1.5, 0.75]  # the first turn warmed up
     assert row["ratio"] == 1.5
+    assert row["lean_ratio"] == 2.0
     assert row["ms_per_forward"] == 3000 / 8
     assert row["bare_ms_per_forward"] == 2000 / 8
 
@@ -140,14 +146,14 @@ def test_a_preset_for_other_models_is_refused(decoder) -> None:
 def test_the_table_says_whether_the_bar_is_met() -> None:
     row = {
         "strategy": "d3llm", "parameters": {"cache": "delayed"}, "num_forwards": 7,
-        "ms_per_forward": 10.5, "bare_ms_per_forward": 10.0, "ratio": 1.05,
+        "ms_per_forward": 10.5, "bare_ms_per_forward": 10.0, "ratio": 1.05, "lean_ratio": 1.2,
         "tensor_bytes_per_forward": 0.0, "python_bytes_per_forward": 99.6,
     }  # fmt: skip
     rows = [row, {**row, "strategy": "llada", "parameters": {}, "ratio": 1.0501}]
     document = {"kind": "policies", "rows": rows, "settings": {"bar": 1.05}}
     (table,) = tables_of(document)
     assert table.rows == (
-        ("d3llm cache=delayed", "7", "10.50", "10.00", "1.050", "yes", "0", "100"),
-        ("llada", "7", "10.50", "10.00", "1.050", "no", "0", "100"),
+        ("d3llm cache=delayed", "7", "10.50", "10.00", "1.050", "yes", "1.200", "0", "100"),
+        ("llada", "7", "10.50", "10.00", "1.050", "no", "1.200", "0", "100"),
     )
     assert remarks_of(document) == []

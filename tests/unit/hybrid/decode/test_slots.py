@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from hybrid.decode.slots import Slots
@@ -29,7 +30,7 @@ def test_greedy_scores_are_those_of_the_softmax():
     assert slots.tokens.tolist() == [2, 0, 0]  # ties to the lowest id
     torch.testing.assert_close(slots.confidence.double(), law.amax(dim=-1), rtol=0, atol=1e-6)
     entropy = torch.tensor([-sum(p * math.log(p) for p in row if p > 0) for row in law.tolist()])
-    torch.testing.assert_close(slots.entropy, entropy, rtol=0, atol=1e-6)
+    torch.testing.assert_close(slots.entropy, entropy.double(), rtol=0, atol=1e-6)
     best = law.sort(descending=True).values
     margin = (best[:, 0] - best[:, 1]).float()
     torch.testing.assert_close(slots.margin, margin, rtol=0, atol=1e-6)
@@ -57,7 +58,7 @@ def test_sampled_tokens_follow_the_row_own_stream_and_their_law():
     assert one.tokens.tolist() == other.tokens.tolist()
     law = LOGITS.softmax(dim=-1)
     expected = law.gather(1, one.tokens[:, None])[:, 0]
-    torch.testing.assert_close(one.confidence, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(one.confidence, expected.double(), rtol=0, atol=1e-6)
 
 
 def test_numbers_are_computed_once():
@@ -68,4 +69,18 @@ def test_numbers_are_computed_once():
 
 def test_the_only_token_has_all_the_margin():
     assert make(top_k=1).margin.tolist() == [1.0, 1.0, 1.0]
-    assert make(top_p=0.1).entropy.tolist() == [0.0, 0.0, 0.0]
+    assert make(top_p=0.1).entropy.abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}])
+def test_nearly_certain_slots_keep_their_order(sampling):
+    gaps = torch.tensor([18.0, 22.0, 20.0, 25.0])  # float32 knows the last three as probability 1
+    logits = torch.stack([gaps, torch.zeros(4), torch.zeros(4)], dim=1)
+    slots = make(logits, **sampling)
+    law = logits.double().softmax(dim=-1)
+    exact = law.amax(dim=-1)
+    torch.testing.assert_close(1 - slots.confidence, 1 - exact, rtol=1e-6, atol=0)
+    assert slots.confidence.argsort(descending=True).tolist() == [3, 1, 2, 0]
+    entropy = -torch.special.xlogy(law, law).sum(dim=-1)
+    torch.testing.assert_close(slots.entropy, entropy, rtol=1e-3, atol=1e-11)
+    assert slots.entropy.argsort().tolist() == [3, 1, 2, 0]
