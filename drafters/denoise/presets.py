@@ -153,7 +153,7 @@ class D3LLM(DenoisePreset):
     block_size: _Count = 32
     entropy_threshold: Annotated[float, Field(ge=0)] = 0.5
     block_add_threshold: _Threshold = 0.1
-    block_activate_threshold: _Threshold = 0.95
+    block_activate_threshold: _Share = 0.95
     cache: Literal["none", "delayed"] = "none"
     cache_delay: Annotated[int, Field(ge=0)] = 2
     refresh_interval: _Count = 3
