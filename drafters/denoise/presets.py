@@ -15,7 +15,7 @@ from hybrid.drafters.denoise.caches import DelayedCache, FeatureReuse, NoCache, 
 from hybrid.drafters.denoise.cycles import Cycles
 from hybrid.drafters.denoise.multi_block import MultiBlock, SurestAlways
 from hybrid.drafters.denoise.rules import EntropyBounded, Factor, Unmask
-from hybrid.drafters.denoise.schedules import DreamSteps, SemiAutoregressive
+from hybrid.drafters.denoise.schedules import DreamSteps, IndependentSteps, SemiAutoregressive
 from hybrid.protocols import Backbone
 
 _Count = Annotated[int, Field(ge=1)]
@@ -41,12 +41,14 @@ class LLaDA(DenoisePreset):
         block_size: None is the whole answer.
         remasking: commit the most confident slots, or random ones (give a seed to repeat them).
         cfg_scale: weight of classifier-free guidance; 0 is none.
+        temperature: None is the request's.
     """
 
     steps: _Count | None = None
     block_size: _Count | None = None
     remasking: Literal["low_confidence", "random"] = "low_confidence"
     cfg_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
@@ -108,30 +110,37 @@ class Dream(DenoisePreset):
     Attributes:
         steps: T; None is one per token, at most 512.
         eps: time of the last step.
-        algorithm: how slots are ranked.
-        algorithm_temperature: above 0, slots are drawn instead of ranked.
+        algorithm: how slots are ranked; "origin" commits each with the step's share as its odds.
+        algorithm_temperature: above 0, slots are drawn by their scores instead of ranked.
+        temperature: None is the request's, as for the next two.
+        top_p: see `SamplingParams`.
+        top_k: likewise; the request's 0 is Dream's own 50.
     """
 
     steps: _Count | None = None
     eps: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     algorithm: Literal["origin", "maskgit_plus", "topk_margin", "entropy"] = "entropy"
     algorithm_temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: _Count | None = None
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
+        layout = num_prompt, max_new_tokens, self.steps or min(max_new_tokens, 512), self.eps
+        cache, top_k = NoCache(backbone.logit_shift), dream_top_k(backbone)
+        if self.algorithm == "origin":
+            both = IndependentSteps(*layout)
+            return Denoiser(both, both, cache, top_k=top_k)
         scores = {
-            "origin": rules.arbitrary,
             "maskgit_plus": rules.confidence,
             "topk_margin": rules.margin,
             "entropy": rules.certainty,
         }
-        steps = self.steps or min(max_new_tokens, 512)
-        return Denoiser(
-            DreamSteps(num_prompt, max_new_tokens, steps, self.eps),
-            Unmask(scores[self.algorithm]),
-            NoCache(backbone.logit_shift),
-            top_k=dream_top_k(backbone),
-        )
+        score: rules.Score = scores[self.algorithm]
+        if self.algorithm_temperature > 0:
+            score = rules.drawn(score, self.algorithm_temperature)
+        return Denoiser(DreamSteps(*layout), Unmask(score), cache, top_k=top_k)
 
 
 class D3LLM(DenoisePreset):

@@ -44,6 +44,19 @@ def arbitrary(slots: Slots) -> Tensor:
     return slots.random
 
 
+def drawn(score: Score, temperature: float) -> Score:
+    """Return a score whose best slots are a draw without replacement.
+
+    The odds of a slot are softmax(score / temperature): with Gumbel noise on them, ranking is
+    drawing (arXiv:1903.06059).
+    """
+
+    def noisy(slots: Slots) -> Tensor:
+        return score(slots).double() / temperature - (-slots.random.log()).log()
+
+    return noisy
+
+
 class Unmask:
     """Slots that pass a threshold; where these are fewer than the quota, the best ones."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from hybrid.decode.canvas import Block, Canvas
+from hybrid.decode.slots import Slots
 
 
 def quotas(num_masked: int, steps: int) -> list[int]:
@@ -87,3 +89,21 @@ class DreamSteps:
     def stable_end(self, canvas: Canvas) -> int:
         """See `BlockSchedule`."""
         return canvas.first_masked
+
+
+class IndependentSteps(DreamSteps):
+    """Schedule and rule: each masked slot by itself, with the step's share as its odds.
+
+    Dream's algorithm "origin".
+    """
+
+    def open(self, canvas: Canvas) -> Sequence[Block]:
+        """See `BlockSchedule`."""
+        if self._step == len(self._shares) or not canvas.num_masked(self._start, self.length):
+            return ()
+        self._step += 1
+        return (Block(self._start, self.length, 0),)
+
+    def choose(self, slots: Slots, blocks: Sequence[Block]) -> Tensor:
+        """See `UnmaskRule`."""
+        return (slots.random < self._shares[self._step - 1]).nonzero()[:, 0]

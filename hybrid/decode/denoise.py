@@ -57,7 +57,7 @@ class DenoiseRow:
         denoiser = preset.start(backbone, num_prompt, limit)
         assert backbone.mask_token_id is not None
         canvas = Canvas(state.tokens, denoiser.schedule.length, backbone.mask_token_id)
-        sampling = state.sampling
+        sampling = preset.sampling(state.sampling)
         if denoiser.top_k and not sampling.top_k:
             sampling = sampling.replace(top_k=denoiser.top_k)
         return cls(state, canvas, denoiser, rule, sampling)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from hybrid.decode.canvas import Block, Canvas, Pass
     from hybrid.decode.slots import Slots
+    from hybrid.params import SamplingParams
     from hybrid.protocols import Backbone
 
 
@@ -111,6 +112,13 @@ class DenoisePreset(Config):
         Raises:
             ConfigError: parameters that do not fit the model or each other.
         """
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """Return the request's parameters, with those that the preset sets itself."""
+        own = {n: getattr(self, n, None) for n in ("temperature", "top_k", "top_p")}
+        own = {name: value for name, value in own.items() if value is not None}
+        changed: SamplingParams = params.replace(**own) if own else params
+        return changed
 
     def misfit(self, backbone: Backbone) -> str | None:
         """Return why a model cannot run it, None if it can."""

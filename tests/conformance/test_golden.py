@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid import HybridDecoder, Strategy
+from hybrid import HybridDecoder, Strategy, registry
 from hybrid.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,33 @@ def test_the_page_gives_our_tokens_per_forward():
     ]
     page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
     assert [line for line in page.splitlines() if line in rows] == rows, "\n".join(rows)
+
+
+SMALL = {"block_size": 4, "sub_block_size": 2, "window_size": 5, "steps": 4}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_every_preset_that_fits_takes_any_prompt(model: Path):
+    """A mask id in the prompt is a token, the answer holds none, and its length is exact."""
+    decoder = HybridDecoder.from_pretrained(model, dtype="float32")
+    mask = decoder.backbone.mask_token_id
+    cases = json.loads((model / "cases.json").read_text())["cases"]
+    known = max((case["prompt"] for case in cases), key=len)
+    prompts = [[known[0]], [*known[:3], mask or 1, known[-1]], [mask or 1] * 4]
+    for name in set(decoder.strategies) - {"dflash", "guided"}:
+        fields = registry.load("preset", name).model_fields
+        parameters = {k: v for k, v in SMALL.items() if k in fields}
+        if name in {"ar", "speculative", "fast-dllm"}:
+            parameters.pop("steps", None)
+        asked = {"strategy": Strategy.preset(name, **parameters), "ignore_eos": True}
+        together = decoder.generate(prompts, max_new_tokens=7, **asked)
+        for prompt, shared in zip(prompts, together, strict=True):
+            assert len(shared.token_ids) == 7, name
+            assert mask not in shared.token_ids, name
+            alone = decoder.generate(prompt, max_new_tokens=7, **asked)
+            assert alone.token_ids == shared.token_ids, name
+            one = decoder.generate(prompt, max_new_tokens=1, **asked)
+            assert len(one.token_ids) == 1, name
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

@@ -66,3 +66,19 @@ def test_steps_bound_the_passes_of_fast_dllm_on_dream_too(dream, cache):
 def test_ssd_is_llada_on_dream_too(dream):
     tokens, _ = run(dream, "llada", steps=NEW)
     assert run(dream, "ssd", depth=3)[0] == tokens
+
+
+def test_a_preset_may_set_the_temperature_itself(llada):
+    given = Strategy.preset("llada", temperature=0.9)
+    asked = {"max_new_tokens": NEW, "ignore_eos": True, "seed": 4}
+    own = llada.generate(PROMPT, strategy=given, **asked).token_ids
+    assert own == llada.generate(PROMPT, strategy="llada", temperature=0.9, **asked).token_ids
+    assert own != llada.generate(PROMPT, strategy="llada", **asked).token_ids
+    cold = Strategy.preset("llada", temperature=0.0)
+    greedy = llada.generate(PROMPT, strategy=cold, temperature=0.9, **asked).token_ids
+    assert greedy == llada.generate(PROMPT, strategy="llada", **asked).token_ids
+
+
+def test_dream_top_k_of_all_is_no_truncation(dream):
+    every = run(dream, "dream", algorithm="entropy", steps=NEW, top_k=160)
+    assert every != run(dream, "dream", algorithm="entropy", steps=NEW)  # Dream's own is 50

@@ -87,3 +87,15 @@ def test_entropy_bounded(gamma, expected):
     # By rising entropy 0.1, 0.2, 0.5: what precedes adds up to 0, 0.1, 0.3.
     given = slots([0.5] * 3, entropy=[0.2, 0.1, 0.5])
     assert chosen(EntropyBounded(gamma), given) == expected
+
+
+def test_drawn_slots_follow_the_softmax_of_their_scores():
+    odds, counts = torch.tensor([1.0, 2.0, 4.0]).log(), torch.zeros(3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3000):
+        noise = torch.rand(3, generator=generator, dtype=torch.float64)
+        given = slots((odds * 0.5).tolist(), random=noise.tolist())
+        rule = Unmask(rules.drawn(rules.confidence, 0.5))
+        counts[chosen(rule, given)[0] - 10] += 1
+    expected = 3000 * torch.tensor([1.0, 2.0, 4.0]) / 7
+    assert ((counts - expected) ** 2 / expected).sum() < 13.8  # p = 0.001, 2 degrees of freedom

@@ -1,10 +1,17 @@
 """Block schedules: every slot belongs to one block, whatever the lengths."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from hybrid.decode.canvas import Canvas
-from hybrid.drafters.denoise.schedules import DreamSteps, SemiAutoregressive, quotas
+from hybrid.drafters.denoise.schedules import (
+    DreamSteps,
+    IndependentSteps,
+    SemiAutoregressive,
+    quotas,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +63,23 @@ def test_dream_commits_shares_of_what_is_left():
 def test_dream_runs_no_pass_for_nothing():
     seen = walk(DreamSteps(0, 2, 50, 1e-3), 0)
     assert seen == [(0, 2, 2)]  # 49 of 50 steps round down to nothing
+
+
+def test_each_slot_by_itself_with_the_odds_of_the_step():
+    generator, counts = torch.Generator().manual_seed(1), []
+    for _ in range(400):
+        steps, canvas = IndependentSteps(2, 40, 4, 0.1), Canvas([1, 1], 42, 0)
+        committed = []
+        while blocks := steps.open(canvas):
+            targets = canvas.slots(blocks[0].start, blocks[0].end)
+            noise = torch.rand(len(targets), generator=generator, dtype=torch.float64)
+            index = steps.choose(SimpleNamespace(random=noise), blocks)
+            canvas.commit(targets[index], torch.ones_like(index))
+            committed.append(len(index))
+        assert sum(committed) == 40
+        assert len(committed) == 4
+        counts.append(committed)
+    means = torch.tensor(counts).double().mean(dim=0)
+    # t = 1, 0.775, 0.55, 0.325, 0.1: a quarter of 90 % of the slots each time, then all.
+    expected = torch.tensor([9.0, 9.0, 9.0, 13.0]).double()
+    torch.testing.assert_close(means, expected, rtol=0, atol=0.6)
