@@ -185,7 +185,7 @@ class D3LLM(DenoisePreset):
 
 
 class SlowFast(DenoisePreset):
-    """SlowFast sampling (arXiv:2506.10848), see `Cycles`.
+    """SlowFast sampling (arXiv:2506.10848): look how far the model is sure, then decode there.
 
     Attributes:
         block_size: positions of a block.
