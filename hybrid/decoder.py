@@ -30,18 +30,18 @@ from hybrid.params import SamplingParams
 from hybrid.prompts import is_batch, to_token_ids
 from hybrid.protocols import Backbone, Cache, Drafter, Verifier
 from hybrid.request import Request
-from hybrid.strategy import Strategy, VerifiedPreset, fitting, resolve
+from hybrid.strategy import (
+    LEFT_TO_RIGHT,
+    OF_A_LAW,
+    Strategy,
+    VerifiedPreset,
+    fitting,
+    refuse,
+    resolve,
+)
 from hybrid.types import SequenceState, StepRecord, StreamEvent
 
 Steps = Generator[StepRecord, None, None]
-_LEFT_TO_RIGHT = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_new_tokens",
-    "logprobs",
-)
-_OF_A_LAW = ("temperature", "top_k", "top_p", "min_p")
 
 
 class HybridDecoder:
@@ -290,7 +290,7 @@ class HybridDecoder:
             for index, prompt in enumerate(prompts)
         ]
         if not isinstance(chosen.settings, (VerifiedPreset, DenoisePreset)):
-            _refuse(params, chosen.name, [*_LEFT_TO_RIGHT, *_OF_A_LAW], "the preset has its own")
+            refuse(params, chosen.name, LEFT_TO_RIGHT + OF_A_LAW, "the preset has its own")
             rows = [(request.state, request.rule) for request in requests]
             steps = decode_canvases(cast(CanvasModel, self.backbone), rows, chosen.settings)
         elif isinstance(chosen.settings, DenoisePreset):
@@ -333,7 +333,7 @@ class HybridDecoder:
     ) -> Steps:
         """Return the steps of a denoising preset."""
         assert isinstance(chosen.settings, DenoisePreset)
-        _refuse(params, chosen.name, _LEFT_TO_RIGHT, "defined for tokens from left to right")
+        refuse(params, chosen.name, LEFT_TO_RIGHT, "defined for tokens from left to right")
         try:
             rows = [
                 DenoiseRow.start(self.backbone, chosen.settings, request.state, request.rule)
@@ -382,21 +382,6 @@ class HybridDecoder:
         needs_text = decode if text or params.stop else None
         rule = StopRule(params, self.backbone.eos_token_ids, needs_text)
         return Request(state, rule, RowMeter(index, len(ids)), decode)
-
-
-def _refuse(params: SamplingParams, name: str, fields: Sequence[str], why: str) -> None:
-    """Refuse parameters that a strategy does not heed.
-
-    Raises:
-        ConfigError: one of `fields` differs from its default.
-    """
-    default = SamplingParams()
-    given = [field for field in fields if getattr(params, field) != getattr(default, field)]
-    if given:
-        raise ConfigError(
-            f"strategy {name!r}: got {', '.join(given)}, expected the default ({why}). Leave out "
-            f"{'it' if len(given) == 1 else 'them'}."
-        )
 
 
 def _events(steps: Steps, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:

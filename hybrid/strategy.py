@@ -7,6 +7,7 @@ Next: hybrid/assembly.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -17,8 +18,19 @@ from hybrid import registry
 from hybrid.config import Config
 from hybrid.decode.policies import DenoisePreset
 from hybrid.errors import ConfigError, did_you_mean
+from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone
 
+# Fields of `SamplingParams` that mean something for tokens from left to right alone, and those that
+# change the distribution of a token.
+LEFT_TO_RIGHT = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_new_tokens",
+    "logprobs",
+)
+OF_A_LAW = ("temperature", "top_k", "top_p", "min_p")
 VERIFIED = ("ar", "speculative", "ngram", "auto", "dflash")
 
 
@@ -179,3 +191,18 @@ def misfit(settings: Config, backbone: Backbone, *, unverified: bool = False) ->
         f"this model has {context} attention and no autoregressive objective, so what its causal "
         "pass accepts is not what it would write. allow_unverified=True runs it all the same."
     )
+
+
+def refuse(params: SamplingParams, name: str, fields: Sequence[str], why: str) -> None:
+    """Refuse parameters that a strategy does not heed.
+
+    Raises:
+        ConfigError: one of `fields` differs from its default.
+    """
+    default = SamplingParams()
+    given = [field for field in fields if getattr(params, field) != getattr(default, field)]
+    if given:
+        raise ConfigError(
+            f"strategy {name!r}: got {', '.join(given)}, expected the default ({why}). Leave out "
+            f"{'it' if len(given) == 1 else 'them'}."
+        )

@@ -117,6 +117,7 @@ def test_list_presets_tells_models_and_parameters(run) -> None:
         "block_size": None,
         "remasking": "low_confidence",
         "cfg_scale": 0.0,
+        "temperature": None,
     }
     assert all(entry["about"] for entry in presets.values())
     # What is listed as a default is a value that `--set` takes.
