@@ -102,6 +102,10 @@ class Guided(DenoisePreset):
                 self._loaded = load_model(
                     self.guide, device=str(backbone.device), dtype=dtype
                 ).backbone
+        if not hasattr(self._loaded, "can_verify"):
+            raise ConfigError(
+                f"guide: got {type(self.guide).__name__}, expected a folder, a name or a Backbone."
+            )
         guide: Backbone = self._loaded
         if abs(guide.vocab_size - backbone.vocab_size) > _PADDING or not guide.can_verify:
             raise ConfigError(

@@ -5,6 +5,8 @@ Next: hybrid/training/self_diffusion/recipe.py.
 
 from __future__ import annotations
 
+import torch
+
 from hybrid.errors import ConfigError
 from hybrid.models.loading import LoadedModel, load_model
 from hybrid.models.transformer import NativeBackbone
@@ -27,6 +29,8 @@ def load_native(config: TrainConfig) -> tuple[LoadedModel, NativeBackbone, list[
             f"model: {config.model} runs on the Hugging Face backbone, expected a native family "
             "(`hybrid list`)."
         )
+    if problem := _problem(backbone):
+        raise ConfigError(f"model: {config.model} {problem}.")
     examples = read_examples(
         config.data,
         vocab_size=backbone.vocab_size,
@@ -34,3 +38,15 @@ def load_native(config: TrainConfig) -> tuple[LoadedModel, NativeBackbone, list[
         tokenizer=loaded.tokenizer,
     )
     return loaded, backbone, examples
+
+
+def _problem(backbone: NativeBackbone) -> str | None:
+    """Return what the draft passes of the recipes do not compute, None if they compute it all."""
+    spec = backbone.spec
+    if not spec.can_verify:
+        return "is not autoregressive, expected a model that can verify what is drafted for it"
+    if spec.rope.fraction != 1 or backbone.rope.query_scale(torch.zeros(1, 1)) is not None:
+        return "rotates parts of heads or scales queries, which draft training does not do yet"
+    if spec.moe is not None:
+        return "has experts, which draft training does not know yet"
+    return None

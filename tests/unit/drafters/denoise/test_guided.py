@@ -190,3 +190,10 @@ def test_what_cannot_guide_is_refused() -> None:
         Guided(guide=blind).start(model(), 3, 4)
     with pytest.raises(ConfigError, match="sampling_strategy"):
         Guided(sampling_strategy="best")
+
+
+def test_a_guide_of_another_type_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="guide: got int, expected a folder, a name or a Backbone"
+    ):
+        Guided(guide=3).start(tiny_backbone(mask_token_id=5), 3, 4)
