@@ -119,7 +119,7 @@ def test_reset_keeps_the_settings(session: ChatSession) -> None:
         ("/", "Unknown command /."),
         ("/strategy speculativ", "Did you mean 'speculative'?"),
         ("/strategy speculative blocksize=4", "Did you mean 'block_size'?"),
-        ("/strategy speculative block_size=1", "greater than or equal to 2"),
+        ("/strategy speculative block_size=0", "greater than or equal to 1"),
         ("/strategy speculative 4", "/strategy: got '4', expected KEY=VALUE"),
         ("/strategy speculative name=4", "has no parameter 'name'"),
         ("/strategy llada", "For this model: ar, speculative, ngram, auto"),
