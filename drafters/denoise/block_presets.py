@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from hybrid.decode.policies import DenoisePreset, Denoiser, UnmaskRule
+from hybrid.decode.policies import Count, DenoisePreset, Denoiser, Share, Threshold, UnmaskRule
 from hybrid.drafters.denoise import rules
 from hybrid.drafters.denoise.block_cache import BlockCache, CausalCache, SubBlockCache
 from hybrid.drafters.denoise.block_grid import Grid
@@ -25,10 +25,6 @@ from hybrid.drafters.denoise.rules import EntropyBounded, Unmask
 from hybrid.errors import ConfigError
 from hybrid.protocols import Backbone
 from hybrid.types import Context
-
-_Count = Annotated[int, Field(ge=1)]
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class SDAR(DenoisePreset):
@@ -45,12 +41,12 @@ class SDAR(DenoisePreset):
 
     contexts: ClassVar[tuple[Context, ...]] = (Context.BLOCK_CAUSAL,)
 
-    block_size: _Count | None = None
-    steps: _Count | None = None
+    block_size: Count | None = None
+    steps: Count | None = None
     strategy: Literal[
         "sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"
     ] = "low_confidence_dynamic"
-    threshold: _Threshold | None = None
+    threshold: Threshold | None = None
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
@@ -83,10 +79,10 @@ class LLaDA2(DenoisePreset):
 
     contexts: ClassVar[tuple[Context, ...]] = (Context.BLOCK_CAUSAL,)
 
-    block_size: _Count = 32
-    steps: _Count = 32
-    threshold: _Threshold = 0.95
-    min_commit: _Count = 1
+    block_size: Count = 32
+    steps: Count = 32
+    threshold: Threshold = 0.95
+    min_commit: Count = 1
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
@@ -113,11 +109,11 @@ class LLaDA21(DenoisePreset):
 
     contexts: ClassVar[tuple[Context, ...]] = (Context.BLOCK_CAUSAL,)
 
-    block_size: _Count = 32
-    threshold: _Threshold = 0.95
-    edit_threshold: _Threshold = 0.9
+    block_size: Count = 32
+    threshold: Threshold = 0.95
+    edit_threshold: Threshold = 0.9
     max_post_steps: Annotated[int, Field(ge=0)] = 16
-    num_to_transfer: _Count = 1
+    num_to_transfer: Count = 1
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
@@ -149,10 +145,10 @@ class D2F(DenoisePreset):
 
     contexts: ClassVar[tuple[Context, ...]] = (Context.BIDIRECTIONAL, Context.BLOCK_CAUSAL)
 
-    block_size: _Count = 32
-    confidence_threshold: _Threshold = 0.9
-    block_add_threshold: _Share = 0.1
-    block_activate_threshold: _Share = 0.95
+    block_size: Count = 32
+    confidence_threshold: Threshold = 0.9
+    block_add_threshold: Share = 0.1
+    block_activate_threshold: Share = 0.95
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
@@ -183,9 +179,9 @@ class FastDLLMv2(DenoisePreset):
 
     contexts: ClassVar[tuple[Context, ...]] = (Context.BLOCK_CAUSAL,)
 
-    block_size: _Count | None = None
-    sub_block_size: _Count = 8
-    threshold: _Threshold = 0.9
+    block_size: Count | None = None
+    sub_block_size: Count = 8
+    threshold: Threshold = 0.9
     sub_block_cache: bool = False
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
@@ -222,8 +218,8 @@ class Nemotron(DenoisePreset):
 
     contexts: ClassVar[tuple[Context, ...]] = (Context.CAUSAL,)
 
-    block_size: _Count = 8
-    threshold: _Threshold | None = 0.9
+    block_size: Count = 8
+    threshold: Threshold | None = 0.9
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""

@@ -6,14 +6,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hybrid.decode.policies import DenoisePreset, Denoiser
+from hybrid.decode.policies import Count, DenoisePreset, Denoiser, Share
 from hybrid.drafters.denoise.caches import EntropyRefresh, FeatureReuse, FrozenBlocks
 from hybrid.drafters.denoise.rules import Unmask
 from hybrid.drafters.denoise.schedules import SemiAutoregressive
 from hybrid.protocols import Backbone
-
-_Count = Annotated[int, Field(ge=1)]
-_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class DLLMCache(DenoisePreset):
@@ -27,11 +24,11 @@ class DLLMCache(DenoisePreset):
         transfer_ratio: share of the answer that each pass between them computes.
     """
 
-    steps: _Count | None = None
-    block_size: _Count | None = None
-    prompt_interval_steps: _Count = 25
-    gen_interval_steps: _Count = 7
-    transfer_ratio: _Share = 0.25
+    steps: Count | None = None
+    block_size: Count | None = None
+    prompt_interval_steps: Count = 25
+    gen_interval_steps: Count = 7
+    transfer_ratio: Share = 0.25
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
@@ -60,8 +57,8 @@ class EntropyCache(DenoisePreset):
         recent: tokens of earlier passes that are computed with the masked slots.
     """
 
-    block_size: _Count = 32
-    threshold: _Share = 0.9
+    block_size: Count = 32
+    threshold: Share = 0.9
     entropy_threshold: Annotated[float, Field(ge=0)] = 1.0
     recent: Annotated[int, Field(ge=0)] = 16
 
@@ -81,8 +78,8 @@ class FreeCache(DenoisePreset):
         block_size: positions of a block.
     """
 
-    steps: _Count | None = None
-    block_size: _Count = 32
+    steps: Count | None = None
+    block_size: Count = 32
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid.attention.pattern import causal
 from hybrid.decode.canvas import Block, Canvas, Pass
-from hybrid.decode.policies import DenoisePreset, Denoiser
+from hybrid.decode.policies import Count, DenoisePreset, Denoiser, Share
 from hybrid.decode.slots import Slots
 from hybrid.drafters.denoise.caches import NoCache
 from hybrid.drafters.denoise.schedules import SemiAutoregressive
@@ -54,9 +54,9 @@ class Guided(DenoisePreset):
         "deterministic", "dynamic_threshold", "topk", "topk_relative", "aggressive", "original"
     ] = "topk_relative"
     confidence_threshold: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    acceptance_top_k: Annotated[int, Field(ge=1)] = 2
-    relative_threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
-    verify_batch_size: Annotated[int, Field(ge=1)] = 32
+    acceptance_top_k: Count = 2
+    relative_threshold: Share = 0.5
+    verify_batch_size: Count = 32
 
     _loaded: Any = PrivateAttr(None)
 

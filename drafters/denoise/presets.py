@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from hybrid.decode.policies import DenoisePreset, Denoiser
+from hybrid.decode.policies import Count, DenoisePreset, Denoiser, Share, Threshold
 from hybrid.drafters.denoise import rules
 from hybrid.drafters.denoise.caches import DelayedCache, FeatureReuse, NoCache, PrefixCache
 from hybrid.drafters.denoise.cycles import Cycles
@@ -18,9 +18,6 @@ from hybrid.drafters.denoise.rules import EntropyBounded, Factor, Unmask
 from hybrid.drafters.denoise.schedules import DreamSteps, IndependentSteps, SemiAutoregressive
 from hybrid.protocols import Backbone
 
-_Count = Annotated[int, Field(ge=1)]
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # above 1: the best one alone
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -44,8 +41,8 @@ class LLaDA(DenoisePreset):
         temperature: None is the request's.
     """
 
-    steps: _Count | None = None
-    block_size: _Count | None = None
+    steps: Count | None = None
+    block_size: Count | None = None
     remasking: Literal["low_confidence", "random"] = "low_confidence"
     cfg_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -75,10 +72,10 @@ class FastDLLM(DenoisePreset):
         cache: none, prefix, dual.
     """
 
-    block_size: _Count = 32
-    threshold: _Threshold | None = None
+    block_size: Count = 32
+    threshold: Threshold | None = None
     factor: _Positive | None = None
-    steps: _Count | None = None
+    steps: Count | None = None
     cache: Literal["none", "prefix", "dual"] = "dual"
 
     @model_validator(mode="after")
@@ -117,13 +114,13 @@ class Dream(DenoisePreset):
         top_k: likewise; the request's 0 is Dream's own 50.
     """
 
-    steps: _Count | None = None
+    steps: Count | None = None
     eps: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     algorithm: Literal["origin", "maskgit_plus", "topk_margin", "entropy"] = "entropy"
     algorithm_temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: _Count | None = None
+    top_k: Count | None = None
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
@@ -159,13 +156,13 @@ class D3LLM(DenoisePreset):
         early_stop: what is behind an EOS is filled with EOS.
     """
 
-    block_size: _Count = 32
+    block_size: Count = 32
     entropy_threshold: Annotated[float, Field(ge=0)] = 0.5
-    block_add_threshold: _Threshold = 0.1
-    block_activate_threshold: _Share = 0.95
+    block_add_threshold: Threshold = 0.1
+    block_activate_threshold: Share = 0.95
     cache: Literal["none", "delayed"] = "none"
     cache_delay: Annotated[int, Field(ge=0)] = 2
-    refresh_interval: _Count = 3
+    refresh_interval: Count = 3
     early_stop: bool = True
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
@@ -200,16 +197,16 @@ class SlowFast(DenoisePreset):
         transfer_ratio: share of the answer that each pass between them computes.
     """
 
-    block_size: _Count = 128
-    k_exploration_steps: _Count = 6
-    cycle_len_confidence_threshold: _Threshold = 0.3
-    cycle_length_stability_window: _Count = 2
+    block_size: Count = 128
+    k_exploration_steps: Count = 6
+    cycle_len_confidence_threshold: Threshold = 0.3
+    cycle_length_stability_window: Count = 2
     cycle_length_stability_std_dev_threshold: Annotated[float, Field(ge=0)] = 1.0
-    high_confidence_threshold: _Threshold = 0.9
+    high_confidence_threshold: Threshold = 0.9
     cache: Literal["none", "dllm-cache"] = "none"
-    prompt_interval_steps: _Count = 25
-    gen_interval_steps: _Count = 7
-    transfer_ratio: _Share = 0.25
+    prompt_interval_steps: Count = 25
+    gen_interval_steps: Count = 7
+    transfer_ratio: Share = 0.25
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""
@@ -239,7 +236,7 @@ class EntropyBound(DenoisePreset):
         gamma: nats that the entropies of the slots before one may sum to, the surest first.
     """
 
-    block_size: _Count | None = None
+    block_size: Count | None = None
     gamma: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hybrid.decode.canvas import Block, Canvas, Guess, Pass
-from hybrid.decode.policies import DenoisePreset, Denoiser
+from hybrid.decode.policies import Count, DenoisePreset, Denoiser
 from hybrid.decode.slots import Slots
 from hybrid.drafters.denoise.caches import NoCache
 from hybrid.drafters.denoise.rules import Unmask, best
@@ -91,9 +89,9 @@ class SSD(DenoisePreset):
         width: chains, each beginning with another of the surest slots.
     """
 
-    block_size: Annotated[int, Field(ge=1)] | None = None
-    depth: Annotated[int, Field(ge=1)] = 4
-    width: Annotated[int, Field(ge=1)] = 1
+    block_size: Count | None = None
+    depth: Count = 4
+    width: Count = 1
 
     def start(self, backbone: Backbone, num_prompt: int, max_new_tokens: int) -> Denoiser:
         """See `DenoisePreset`."""

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hybrid.decode.canvas import Block, Canvas, Pass
-from hybrid.decode.policies import DenoisePreset, Denoiser
+from hybrid.decode.policies import Count, DenoisePreset, Denoiser
 from hybrid.decode.slots import Slots
 from hybrid.drafters.denoise.rules import Unmask
 from hybrid.protocols import Backbone
@@ -79,7 +79,7 @@ class WeDLM(DenoisePreset):
 
     contexts: ClassVar[tuple[Context, ...]] = (Context.CAUSAL,)
 
-    window_size: Annotated[int, Field(ge=1)] = 16
+    window_size: Count = 16
     entropy_threshold: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.4
     position_penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.02
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+
+from pydantic import Field
 
 from hybrid.config import Config
 from hybrid.types import Context
@@ -94,6 +96,12 @@ class Denoiser:
     def copies(self) -> int:
         """Rows of the cache that a request takes."""
         return (2 if self.guidance else 1) + self.num_guesses
+
+
+# What most parameters of presets are.
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # above 1: the best one alone
 
 
 class DenoisePreset(Config):

@@ -18,8 +18,8 @@ import torch
 from pydantic import Field
 
 from hybrid.config import Config
-from hybrid.errors import CheckpointError
 from hybrid.models.checkpoint import read_json, refuse_foreign_code, token_ids
+from hybrid.models.pretrained import load_pretrained
 from hybrid.types import Context
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -104,25 +104,7 @@ class DiffusionGemma:
             CheckpointError: it cannot be loaded, or this transformers does not know the family.
         """
         refuse_foreign_code(read_json(path / "config.json"), path / "config.json")
-        try:
-            from transformers import DiffusionGemmaForBlockDiffusion
-
-            model, info = DiffusionGemmaForBlockDiffusion.from_pretrained(
-                str(path),
-                dtype=dtype,
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # each model class raises what it likes
-            raise CheckpointError(f"transformers cannot load {path}: {error}") from error
-        missing = sorted(info["missing_keys"])
-        if missing:  # transformers fills them with noise and only warns
-            raise CheckpointError(
-                f"{path}: {len(missing)} tensors are missing, the first is {missing[0]}. "
-                "Fetch the checkpoint again."
-            )
+        model = load_pretrained("DiffusionGemmaForBlockDiffusion", path, dtype)
         return cls(model.to(device))
 
     @property

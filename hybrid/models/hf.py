@@ -15,14 +15,15 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.rows import Rows
 from hybrid.config import is_offline
-from hybrid.errors import CapacityError, CheckpointError, ConfigError
+from hybrid.errors import CapacityError, ConfigError
 from hybrid.models.checkpoint import read_json, refuse_foreign_code, token_ids
+from hybrid.models.pretrained import load_pretrained
 from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Context, Write
 
@@ -189,24 +190,12 @@ class HFBackbone:
         folder = Path(path)
         if folder.is_dir():
             refuse_foreign_code(read_json(folder / "config.json"), folder / "config.json")
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                str(path),
-                dtype=dtype,
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=folder.is_dir() or is_offline(),
-                output_loading_info=True,
-            )
-        except Exception as error:  # each model class raises what it likes
-            raise CheckpointError(f"transformers cannot load {path}: {error}") from error
-        # Transformers fills what is missing with noise and only warns.
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise CheckpointError(
-                f"{path}: {len(missing)} tensors are missing, the first is {missing[0]}. "
-                "Fetch the checkpoint again."
-            )
+        model = load_pretrained(
+            "AutoModelForCausalLM",
+            path,
+            dtype,
+            local_files_only=folder.is_dir() or is_offline(),
+        )
         return cls(model.to(device))
 
     @property

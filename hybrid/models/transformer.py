@@ -21,8 +21,7 @@ from hybrid.models.feature_cache import FeatureCache
 from hybrid.models.moe import swiglu
 from hybrid.models.rope import Rope
 from hybrid.models.spec import ModelSpec
-from hybrid.models.weights import Layer as Layer
-from hybrid.models.weights import Weights
+from hybrid.models.weights import Layer, Weights
 from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Write
 

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.checkpoint import eos_token_ids, read_json, refuse_foreign_code
+from hybrid.models.pretrained import load_pretrained
 from hybrid.models.store import public_name, resolve
 from hybrid.models.tokenizer import Tokenizer, load_tokenizer
 from hybrid.training import masks
@@ -239,25 +240,8 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
             f"model: {path} has packed weights, expected dense ones. Train on the same model in "
             "bfloat16 or float32."
         )
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            dtype=dtype,
-            attn_implementation="sdpa",  # the one that takes a boolean mask
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # each model class raises what it likes
-        raise CheckpointError(f"transformers cannot load {path}: {error}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:  # transformers fills them with noise and only warns
-        raise CheckpointError(
-            f"{path}: {len(missing)} tensors are missing, the first is {missing[0]}. "
-            "Fetch the checkpoint again."
-        )
-    return model
+    # Of its attentions the one that takes a boolean mask.
+    return load_pretrained("AutoModelForCausalLM", path, dtype, attn_implementation="sdpa")
 
 
 def _with_lora(model: Any, lora: LoraOptions) -> Any:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hybrid.kernels.block_attention import block_attention
 from hybrid.models.dflash import Attend, DFlashModel, additive_mask, embed, head
 from hybrid.models.linear import DenseLinear, Linear
-from hybrid.models.transformer import Layer, NativeBackbone
+from hybrid.models.transformer import NativeBackbone
+from hybrid.models.weights import Layer
 from hybrid.training.masks import anchored_drafts
 
 

@@ -24,7 +24,8 @@ from hybrid.models.draft_config import (
 from hybrid.models.draft_head import SamplerHead
 from hybrid.models.draft_input import MASKED, LateInput, TokenInput
 from hybrid.models.linear import DenseLinear, Linear
-from hybrid.models.transformer import Layer, NativeBackbone
+from hybrid.models.transformer import NativeBackbone
+from hybrid.models.weights import Layer
 from hybrid.training.self_diffusion.context import TargetContext
 
 Masks = tuple[Tensor, Tensor | None]
