@@ -6,16 +6,18 @@ What each is worth is learned while decoding, row by row. Next: drafters/self_di
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from hybrid.decode.fallback import empty_proposal
 from hybrid.drafters.ngram import find_continuation
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.models.adapter import DiffusionAdapter
-from hybrid.protocols import Backbone, DraftState
+from hybrid.protocols import Backbone, Carried, DraftState, Slots
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 # How often a copied token was right by the length of the match, 1 to 6: greedy answers of the
@@ -115,20 +117,34 @@ class CombinedDrafter:
         rows = state.rows
         limit = min(plan.num_draft_tokens, self.max_draft_tokens)
         copies = [_look_up(row.tokens, limit) for row in rows]
-        wanting = [b for b, row in enumerate(rows) if not self._prefers_copy(row, copies[b], limit)]
+        wanting = [
+            b
+            for b, row in enumerate(rows)
+            if not self._prefers_copy(row, copies[b], limit, state.slots.get(row.row))
+        ]
         drafted = empty_proposal(0)
         if wanting:
             hidden = {layer: values[wanting] for layer, values in state.hidden.items()}
-            some = DraftState([rows[b] for b in wanting], state.cache, hidden)
+            some = replace(state, rows=[rows[b] for b in wanting], hidden=hidden)
             drafted = self._diffusion.draft(some, plan)
         self._copies = {row.row: copy for row, copy in zip(rows, copies, strict=True)}
         self._has_slots = {rows[b].row for b in wanting}
         return _merge([copy.tokens for copy in copies], wanting, drafted)
 
+    def carry(
+        self,
+        state: DraftState,
+        tokens: Tensor,
+        points: Sequence[Sequence[int]],
+        num_slots: int,
+    ) -> Carried | None:
+        """Let the next draft ride in a target pass; see `CarryingDrafter.carry`."""
+        return self._diffusion.carry(state, tokens, points, num_slots)
+
     def observe(self, record: StepRecord) -> None:
         """Learn each row's odds, and what a draft pass costs here."""
-        is_whole = len(self._has_slots) == len(record.rows)  # the pass was for all of them
-        if self._is_timed and is_whole and record.num_draft_forwards and record.forward_seconds > 0:
+        is_whole = record.num_drafting == len(record.rows)  # the pass was for all of them
+        if self._is_timed and is_whole and record.forward_seconds > 0:
             self._pass_cost.add(record.draft_seconds / record.forward_seconds)
         for row in record.rows:
             copy = self._copies.get(row.index)
@@ -151,13 +167,19 @@ class CombinedDrafter:
     def _odds(self, row: int) -> _Row:
         return self._rows.setdefault(row, _Row())
 
-    def _prefers_copy(self, row: SequenceState, copy: _Copy, limit: int) -> bool:
+    def _prefers_copy(
+        self, row: SequenceState, copy: _Copy, limit: int, carried: Slots | None
+    ) -> bool:
         if not copy.tokens:
             return False
         odds = self._odds(row.row)
-        cost = self._pass_cost.mean if row.sampling.is_greedy else self._prior_cost
+        cost, num_slots = 0.0, limit
+        if carried is not None:  # these slots cost nothing more
+            num_slots = min(limit, len(carried.hidden))
+        else:
+            cost = self._pass_cost.mean if row.sampling.is_greedy else self._prior_cost
         copied = _expected_tokens(odds.copies[copy.match_length - 1].mean, len(copy.tokens))
-        return copied >= _expected_tokens(odds.diffusion.mean, limit) / (1 + cost)
+        return copied >= _expected_tokens(odds.diffusion.mean, num_slots) / (1 + cost)
 
 
 def _expected_tokens(odds: float, num_drafted: int) -> float:
@@ -181,18 +203,38 @@ def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
 def _merge(copies: Sequence[list[int]], wanting: Sequence[int], drafted: Proposal) -> Proposal:
     """Return one proposal of all rows: copies, and where a row is `wanting` what was drafted."""
     drafts = [[] if b in wanting else copy for b, copy in enumerate(copies)]
-    num_tokens = [len(draft) for draft in drafts]
-    for b, count in zip(wanting, drafted.num_tokens, strict=True):
-        num_tokens[b] = count
+    num_tokens, first_slot = [len(draft) for draft in drafts], [0] * len(drafts)
+    firsts = drafted.first_slot or (0,) * len(wanting)
+    for b, count, first in zip(wanting, drafted.num_tokens, firsts, strict=True):
+        num_tokens[b], first_slot[b] = count, first
     num_slots, device = drafted.tokens.shape[1], drafted.tokens.device
     width, slotted = max(num_slots, *num_tokens), torch.tensor(wanting, dtype=torch.long)
     padded = [draft + [0] * (width - len(draft)) for draft in drafts]
     tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(drafts), width)
     tokens[slotted, :num_slots] = drafted.tokens
+
+    def spread(values: Tensor | None) -> Tensor | None:
+        """Return [B, K] of all rows: nobody knows how sure a copy is."""
+        if values is None:
+            return None
+        whole = torch.full(tokens.shape, math.nan, device=device)
+        whole[slotted, :num_slots] = values
+        return whole
+
     laws = None
     if drafted.draft_probs is not None:
         # A copied token was not drawn: its law is a point.
         laws = torch.zeros(*tokens.shape, drafted.draft_probs.shape[2], device=device)
         laws.scatter_(2, tokens[..., None], 1.0)
         laws[slotted, :num_slots] = drafted.draft_probs
-    return Proposal(tokens, tuple(num_tokens), laws, num_forwards=drafted.num_forwards)
+    return Proposal(
+        tokens,
+        tuple(num_tokens),
+        laws,
+        entropy=spread(drafted.entropy),
+        confidence=spread(drafted.confidence),
+        margin=spread(drafted.margin),
+        first_slot=tuple(first_slot),
+        num_forwards=drafted.num_forwards,
+        num_drafting=drafted.num_drafting,
+    )

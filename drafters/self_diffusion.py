@@ -10,17 +10,17 @@ Next: verifiers/rejection.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hybrid.attention.pattern import bidirectional, causal
+from hybrid.attention.pattern import bidirectional, causal, groups
 from hybrid.drafters.drawing import draw_token, point_mass
 from hybrid.errors import ConfigError
 from hybrid.models.adapter import DiffusionAdapter, own_drafts
 from hybrid.models.draft_input import MASKED, noise, reveal, reveal_sure
-from hybrid.protocols import Backbone, DraftState, Entry
+from hybrid.protocols import Backbone, Carried, DraftState, Entry, Slots
 from hybrid.sampling import argmax
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
@@ -87,23 +87,110 @@ class SelfDiffusionDrafter:
         """
         rows = state.rows
         count = min(plan.num_draft_tokens, self.max_draft_tokens)
+        carried = [state.slots.get(row.row) for row in rows]
+        fresh = [b for b, own in enumerate(carried) if own is None]
         known = torch.full((len(rows), count), MASKED, device=self._backbone.device)
         num_passes = 0
-        while True:
-            slots = self._slots(state, known)
-            num_passes += 1
-            told = self._tell(slots, known, num_passes)
-            if told is known:
-                break
-            known = told
-        chosen, laws, lengths = self._choose(rows, slots, known)
-        return Proposal(chosen, lengths, laws, num_forwards=num_passes)
+        if fresh:
+            some = state if len(fresh) == len(rows) else _only(state, fresh)
+            slots, known[fresh], num_passes = self._fill(some, known[fresh])
+        if len(fresh) < len(rows):
+            slots = _beside(slots if fresh else None, fresh, carried, known)
+        limits = [count if own is None else min(count, len(own.hidden)) for own in carried]
+        chosen, laws, lengths, logits = self._choose(rows, slots, known, limits)
+        certainty = self._certainty(logits) if state.wants_features and logits else {}
+        return Proposal(
+            chosen,
+            lengths,
+            laws,
+            first_slot=tuple(1 if own is None else own.first_slot for own in carried),
+            num_forwards=num_passes,
+            num_drafting=len(fresh),
+            **certainty,
+        )
+
+    def carry(
+        self,
+        state: DraftState,
+        tokens: Tensor,
+        points: Sequence[Sequence[int]],
+        num_slots: int,
+    ) -> Carried | None:
+        """Let the next draft ride in a target pass; see `CarryingDrafter.carry`.
+
+        The group of point j is the draft pass that would follow if the target accepted j tokens:
+        its anchor is the j-th of them. Features of layers that the anchor's predecessor has not
+        reached when the slots enter are zero.
+        """
+        config = self._adapter.config
+        if self._threshold > 0 or config.num_passes > 1:
+            return None  # a later pass would have to be told what an earlier one found
+        most = max(map(len, points))
+        # A row with fewer points repeats point 0; nobody reads those groups.
+        table = [[*own, *[0] * (most - len(own))] for own in points]  # [B][G]
+        starts = [
+            [row.cached_len + j for j in own] for row, own in zip(state.rows, table, strict=True)
+        ]
+        size = config.num_rows(min(num_slots, self.max_draft_tokens))
+        device = self._backbone.device
+        index = torch.tensor(table, device=device)
+        anchors = tokens.to(device).gather(1, index).view(-1, 1)  # [B G, 1]
+        flat = [(row, n) for row, own in zip(state.rows, starts, strict=True) for n in own]
+        rows = torch.cat([anchors, self._unknown(flat, size - 1)], dim=1)
+        offsets = torch.arange(size, device=device)
+        positions = torch.tensor(starts, device=device)[..., None] + offsets  # [B, G, W]
+
+        def inputs(hidden: Mapping[int, Tensor]) -> Tensor:
+            before = {
+                layer: _predecessors(state.hidden[layer], hidden.get(layer), index, tokens.shape[1])
+                for layer in config.taps
+            }
+            own = self._adapter.draft_input(rows, before)
+            return own.view(len(points), most * size, -1)
+
+        return Carried(
+            layer=config.entry_layer,
+            adapter=self._adapter.for_pass(size),
+            taps=tuple(layer for layer in config.taps if layer < config.entry_layer),
+            inputs=inputs,
+            position_ids=positions.flatten(1),
+            pattern=groups(starts, size, is_causal=config.corruption == "uniform"),
+            group_size=size,
+            first_drafting=1 - config.logit_shift,
+        )
 
     def observe(self, record: StepRecord) -> None:
         """Learn nothing: the draft depends on the model alone."""
 
     def reset(self) -> None:
         """Forget nothing: there is no state."""
+
+    def _fill(self, state: DraftState, known: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Run draft passes. Returns the states [B, K, C], what the last was told, their number."""
+        num_passes = 0
+        while True:
+            slots = self._slots(state, known)
+            num_passes += 1
+            told = self._tell(slots, known, num_passes)
+            if told is known:
+                return slots, known, num_passes
+            known = told
+
+    def _unknown(self, rows: Sequence[tuple[SequenceState, int]], count: int) -> Tensor:
+        """Return what stands in the slots behind the anchor before anything is known, [N, count].
+
+        Args:
+            rows: N pairs of a row and the position of its anchor.
+            count: slots behind the anchor.
+        """
+        backbone = self._backbone
+        if self._adapter.config.corruption != "uniform":
+            return torch.full((len(rows), count), MASKED, device=backbone.device)
+        drawn = [
+            noise(row.sampling.seed or 0, position, count, backbone.vocab_size)
+            for row, position in rows
+        ]
+        return torch.tensor(drawn, dtype=torch.long, device=backbone.device)
 
     def _slots(self, state: DraftState, known: Tensor) -> Tensor:
         """Run a draft pass. Returns the states after the last layer [B, K, C], a row a token.
@@ -116,11 +203,7 @@ class SelfDiffusionDrafter:
         device, last = backbone.device, backbone.num_layers - 1
         width = config.num_rows(known.shape[1])
         if config.corruption == "uniform":
-            drawn = [
-                noise(row.sampling.seed or 0, row.cached_len, width - 1, backbone.vocab_size)
-                for row in state.rows
-            ]
-            known = torch.tensor(drawn, dtype=torch.long, device=device)
+            known = self._unknown([(row, row.cached_len) for row in state.rows], width - 1)
         anchors = torch.tensor([[row.anchor] for row in state.rows], device=device)
         # The anchor has no K/V yet: it stands at the first scratch position.
         starts = [row.cached_len for row in state.rows]
@@ -163,13 +246,24 @@ class SelfDiffusionDrafter:
         return known if torch.equal(told, known) else told  # host sync
 
     def _choose(
-        self, rows: Sequence[SequenceState], slots: Tensor, known: Tensor
-    ) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+        self,
+        rows: Sequence[SequenceState],
+        slots: Tensor,
+        known: Tensor,
+        limits: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None, tuple[int, ...], list[Tensor]]:
         """Choose tokens left to right, because a slot may ask which were chosen before it.
 
+        Args:
+            rows: the active rows.
+            slots: [B, K, C] states after the last layer.
+            known: [B, K] what passes have told.
+            limits: how many slots of each row there are.
+
         Returns:
-            Tokens [B, K'], their laws [B, K', V], None where all rows are plain and greedy, and how
-            many of them each row proposes: K, or fewer where it is no longer confident.
+            Tokens [B, K'], their laws [B, K', V], None where all rows are plain and greedy, how
+            many of them each row proposes: its limit, or fewer where it is no longer confident, and
+            the logits [B, V'] of every slot.
         """
         head, count = self._adapter.head, known.shape[1]
         before = torch.tensor([row.tokens[-1:-3:-1] for row in rows], device=slots.device)  # [B, 2]
@@ -179,11 +273,12 @@ class SelfDiffusionDrafter:
         if head.sampler is None:
             at_once = head.logits(slots.flatten(0, 1), None).view(len(rows), count, -1)
         floor = self._floor if is_plain else 0.0
-        lengths, certainty = [count] * len(rows), [1.0] * len(rows)
+        lengths, certainty = list(limits), [1.0] * len(rows)
         chosen: list[Tensor] = []
+        scores: list[Tensor] = []
         drafted: list[list[int]] = [[] for _ in rows]  # the same on the host, of drawn tokens
         laws: list[Tensor] = []
-        for slot in range(count):
+        for slot in range(max(limits)):
             logits = head.logits(slots[:, slot], before) if at_once is None else at_once[:, slot]
             if floor > 0:
                 best = logits.float().softmax(dim=-1).amax(dim=-1).tolist()
@@ -197,15 +292,27 @@ class SelfDiffusionDrafter:
                 tokens = torch.where(known[:, slot] == MASKED, tokens, known[:, slot])
             else:
                 logits = head.over_vocabulary(logits)
-                drawn, law = self._draw(rows, drafted, logits, known[:, slot].tolist())
+                told = known[:, slot].tolist()
+                drawn, law = self._draw(rows, drafted, logits, told, [slot < n for n in limits])
                 for ids, token in zip(drafted, drawn, strict=True):
                     ids.append(token)
                 tokens = torch.tensor(drawn, device=logits.device)
                 laws.append(law)
             chosen.append(tokens)
+            scores.append(logits)
             before = torch.stack([tokens, before[:, 0]], dim=1)
         tokens = torch.stack(chosen, dim=1) if chosen else known[:, :0]
-        return tokens, None if is_plain else torch.stack(laws, dim=1), tuple(lengths)
+        return tokens, None if is_plain else torch.stack(laws, dim=1), tuple(lengths), scores
+
+    def _certainty(self, logits: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return entropy, confidence and margin [B, K] of every slot's distribution."""
+        probs = torch.stack(list(logits), dim=1).float().softmax(dim=-1)
+        best = probs.topk(2, dim=-1).values
+        return {
+            "entropy": torch.special.entr(probs).sum(dim=-1),
+            "confidence": best[..., 0],
+            "margin": best[..., 0] - best[..., 1],
+        }
 
     def _draw(
         self,
@@ -213,6 +320,7 @@ class SelfDiffusionDrafter:
         drafted: Sequence[Sequence[int]],
         logits: Tensor,
         known: Sequence[int],
+        has_slot: Sequence[bool],
     ) -> tuple[list[int], Tensor]:
         """Choose a token for each row; also their laws [B, V].
 
@@ -221,12 +329,51 @@ class SelfDiffusionDrafter:
             drafted: tokens chosen so far.
             logits: [B, V] of the slot.
             known: the slot's tokens where an earlier pass has chosen them, or `MASKED`.
+            has_slot: whether the row has this slot. One without draws no random number.
         """
         eos = self._backbone.eos_token_ids
-        pairs = [
-            draw_token(logits[b], row, drafted[b], eos)
-            if known[b] == MASKED
-            else (known[b], point_mass(known[b], logits[b]))
-            for b, row in enumerate(rows)
-        ]
+        pairs = []
+        for b, row in enumerate(rows):
+            if has_slot[b] and known[b] == MASKED:
+                pairs.append(draw_token(logits[b], row, drafted[b], eos))
+            else:
+                token = max(known[b], 0)
+                pairs.append((token, point_mass(token, logits[b])))
         return [token for token, _ in pairs], torch.stack([law for _, law in pairs])
+
+
+def _only(state: DraftState, some: Sequence[int]) -> DraftState:
+    """Return the state of some of its rows, none of which has carried slots."""
+    hidden = {layer: values[list(some)] for layer, values in state.hidden.items()}
+    return DraftState([state.rows[b] for b in some], state.cache, hidden)
+
+
+def _beside(
+    filled: Tensor | None, fresh: Sequence[int], carried: Sequence[Slots | None], known: Tensor
+) -> Tensor:
+    """Return the slots of all rows [B, K, C]: those of a pass, and those that were carried."""
+    like = next(own.hidden for own in carried if own is not None)
+    slots = like.new_zeros(*known.shape, like.shape[1])
+    if filled is not None:
+        slots[list(fresh)] = filled
+    for b, own in enumerate(carried):
+        if own is not None:
+            count = min(len(own.hidden), known.shape[1])
+            slots[b, :count] = own.hidden[:count]
+    return slots
+
+
+def _predecessors(first: Tensor, later: Tensor | None, index: Tensor, num_tokens: int) -> Tensor:
+    """Return the states of the tokens before a pass's tokens, [B G, C].
+
+    Args:
+        first: [B, C] of the token before the pass.
+        later: [B, T, C] of the pass's own; None where they are not known yet: zeros.
+        index: [B, G] which token of the pass is meant.
+        num_tokens: T.
+    """
+    batch, width = first.shape
+    if later is None:
+        later = first.new_zeros(batch, num_tokens, width)
+    table = torch.cat([first[:, None], later], dim=1)
+    return table[torch.arange(batch, device=index.device)[:, None], index].flatten(0, 1)

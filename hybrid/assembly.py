@@ -12,11 +12,12 @@ from hybrid import registry
 from hybrid.errors import ConfigError
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.params import SamplingParams
-from hybrid.protocols import Backbone, Drafter, Router, Verifier
-from hybrid.router.adaptive import AdaptiveRouter
+from hybrid.protocols import Backbone, CarryingDrafter, Drafter, Router, Verifier
 from hybrid.router.fixed import FixedRouter
 from hybrid.strategy import VerifiedPreset
-from hybrid.types import Context
+from hybrid.types import Context, Mode
+
+_MODES = {"two-pass": Mode.SPECULATIVE, "fused": Mode.FUSED, "one-pass": Mode.ONE_PASS}
 
 
 class Parts:
@@ -182,7 +183,18 @@ class Parts:
         self._check_count(drafter, settings.num_draft_tokens, "block_size - 1")
         preferred: int = getattr(drafter, "preferred_draft_tokens", drafter.max_draft_tokens)
         count = settings.num_draft_tokens or self._num_draft_tokens or preferred
-        return drafter, AdaptiveRouter(count) if settings.is_adaptive else FixedRouter(count)
+        mode = _MODES[getattr(settings, "mode", "two-pass")]
+        if mode != Mode.SPECULATIVE:
+            self._require_carrying(drafter, name, threshold)
+        return drafter, FixedRouter(count, mode)
+
+    def _require_carrying(self, drafter: Drafter, name: str, threshold: float) -> None:
+        if not isinstance(drafter, CarryingDrafter) or threshold:
+            raise ConfigError(
+                f"strategy {name!r}: drafter {drafter.name!r}{' with a threshold' * bool(threshold)} "
+                "cannot draft within a target pass, expected 'self-diffusion' or 'combined' with one "
+                "pass per draft. Use mode=two-pass."
+            )
 
     def _check_count(self, drafter: Drafter, count: int | None, what: str) -> None:
         most = drafter.max_draft_tokens

@@ -309,9 +309,8 @@ class HybridDecoder:
         """Return the steps of drafts that the target verifies."""
         drafter, router = self._parts.of_preset(name, settings)
         longest = max(len(request.state.tokens) for request in requests)
-        cache = self._cache(
-            len(requests), longest + params.max_new_tokens + 1 + drafter.max_draft_tokens
-        )
+        width = 1 + drafter.max_draft_tokens + router.max_points * (router.num_slots + 1)
+        cache = self._cache(len(requests), longest + params.max_new_tokens + width)
         engine = Engine(
             self.backbone,
             cache,

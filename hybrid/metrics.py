@@ -3,16 +3,23 @@
 Definitions (docs/glossary.md): acceptance length = tokens committed by decode steps / target passes
 of decode (bonus included, prefill excluded); acceptance rate = accepted / drafted; TPF = tokens
 committed by decode steps / all backbone passes of decode, draft and denoising passes included;
-total TPF counts the prefill and its token too. What was denoised has no acceptance length.
+total TPF counts the prefill and its token too. What was denoised has no acceptance length. Tokens
+that were committed unverified count as accepted; `num_unverified_disagreeing` adds up the
+probabilities with which the target would have rejected them. `forwards_by_mode` splits the passes of
+decode, draft passes included, by the mode of their step.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
+from hybrid.errors import ConfigError
 from hybrid.types import Mode, RowStep, Stats, StepRecord
 
 
@@ -31,7 +38,9 @@ class RowMeter:
         self._first: float | None = None
         self._last = self._started
         self._prefill = self._draft = self._verify = self._denoise = 0
-        self._new = self._decoded = self._drafted = self._accepted = 0
+        self._new = self._decoded = self._drafted = self._accepted = self._unverified = 0
+        self._disagreeing = 0.0
+        self._by_mode: Counter[str] = Counter()
         self._histogram: list[int] = []
         self._forward_seconds = 0.0
 
@@ -58,6 +67,12 @@ class RowMeter:
         self._decoded += len(row.tokens)
         self._drafted += row.num_drafted
         self._accepted += row.num_accepted
+        num_unverified = min(row.num_unverified, len(row.tokens))  # a stop rule may end it before
+        self._unverified += num_unverified
+        self._disagreeing += sum(row.disagreements[:num_unverified])
+        passes = record.num_draft_forwards + record.num_verify_forwards + record.num_denoise_forwards
+        mode = record.mode if record.mode == Mode.DIFFUSION else row.mode
+        self._by_mode[mode.value] += passes
         if row.num_drafted:
             self._histogram += [0] * (row.num_accepted + 1 - len(self._histogram))
             self._histogram[row.num_accepted] += 1
@@ -78,6 +93,9 @@ class RowMeter:
             num_denoise_forwards=self._denoise,
             num_drafted=self._drafted,
             num_accepted=self._accepted,
+            num_unverified=self._unverified,
+            num_unverified_disagreeing=self._disagreeing,
+            forwards_by_mode=dict(self._by_mode),
             acceptance_length=0.0 if self._denoise else _ratio(self._decoded, self._verify),
             acceptance_rate=_ratio(self._accepted, self._drafted),
             tokens_per_forward=_ratio(self._decoded, decode),
@@ -147,6 +165,67 @@ def peak_rss_mib() -> float:
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def total_tokens_per_forward(parts: Sequence[Stats]) -> float:
+    """Return the micro-averaged total TPF of several requests: prefills and their tokens count."""
+    return _ratio(sum(s.num_new_tokens for s in parts), sum(s.num_forwards for s in parts))
+
+
+def aup(
+    tpf: Sequence[float],
+    accuracy: Sequence[float],
+    best: float,
+    *,
+    alpha: float = 3.0,
+    max_loss: float = 5.0,
+) -> float:
+    """Return the accuracy under parallelism of one method on one task (arXiv:2601.07568).
+
+    The area under its curve of accuracy over TPF, where what is less accurate than `best` counts
+    less. Left of the first point the curve is flat, and not weighted. Points that lose more than
+    `max_loss` are left out.
+
+    Args:
+        tpf: tokens per forward at each setting of the method, in any order.
+        accuracy: percent, at each setting.
+        best: percent, of any method on this task.
+        alpha: how fast the weight falls.
+        max_loss: percent points that a setting may lose against the one with the smallest TPF.
+
+    Raises:
+        ConfigError: no points, a TPF that is not above 0, a percentage outside 0 to 100, or the
+            fastest setting loses more than `max_loss`: then the method has no AUP.
+    """
+    if not tpf or len(tpf) != len(accuracy):
+        raise ConfigError(
+            f"AUP: got {len(tpf)} TPF and {len(accuracy)} accuracies, expected as many, at least 1."
+        )
+    if min(tpf) <= 0:
+        raise ConfigError(
+            f"AUP: got TPF {min(tpf):g}, expected more than 0. Answers of one token have no decode "
+            "step: allow longer ones."
+        )
+    wrong = next((y for y in (*accuracy, best) if not 0 <= y <= 100), None)
+    if wrong is not None:
+        raise ConfigError(f"AUP: got an accuracy of {wrong:g}, expected percent from 0 to 100.")
+    points = sorted(zip(tpf, accuracy, strict=True), key=lambda point: point[0])
+    first, last = points[0][1], points[-1][1]
+    if first - last > max_loss:
+        raise ConfigError(
+            f"AUP: the fastest setting (TPF {points[-1][0]:g}) has {last:g} %, which is "
+            f"{first - last:g} points below the slowest (TPF {points[0][0]:g}, {first:g} %), "
+            f"expected at most {max_loss:g}. Leave out the settings that lose more."
+        )
+    kept = [(x, y) for x, y in points if y >= first - max_loss]
+
+    def weighted(y: float) -> float:
+        return y if y >= best else y * math.exp(-alpha * (1 - y / best))
+
+    area = kept[0][0] * kept[0][1]
+    for (x0, y0), (x1, y1) in pairwise(kept):
+        area += 0.5 * (x1 - x0) * (weighted(y1) + weighted(y0))
+    return area
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -5,12 +5,21 @@ The decode loop knows these and nothing behind them. Next: hybrid/decode/step.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hybrid.params import SamplingParams
-from hybrid.types import Context, Plan, Proposal, SequenceState, StepRecord, Verdict, Write
+from hybrid.types import (
+    Context,
+    Plan,
+    Proposal,
+    Route,
+    SequenceState,
+    StepRecord,
+    Verdict,
+    Write,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +38,12 @@ class ForwardOutput:
         logits: [B, n, V] of the last n tokens, in the backbone's dtype; None for n = 0.
         hidden: output of the layers asked for, {layer index: [B, T, C]}; the residual stream
             after that layer, before the final norm.
+        carried: [B, S, C] output of the last layer for carried slots, None without any.
     """
 
     logits: Tensor | None
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    carried: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,57 @@ class Entry:
     layer: int
     hidden: Tensor
     adapter: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Slots of the next draft that ride in a target pass: groups of slots, one per point.
+
+    Their K/V lie in scratch behind those of the target's tokens, which see none of them. So their
+    presence changes no logits, and nothing of them is committed.
+
+    Attributes:
+        layer: first layer that they run; the target's tokens run all.
+        adapter: gated low-rank adapter for the slots alone, or None.
+        taps: layers below `layer` whose outputs `inputs` reads.
+        inputs: {layer: [B, T, C]} outputs of the target's tokens at `taps` -> [B, S, C].
+        position_ids: [B, S].
+        pattern: S slots per row; a slot's prefix counts the cached tokens and the leading tokens of
+            the target's T that its group takes for accepted.
+        group_size: slots per group, those that draft nothing included; S is a multiple.
+        first_drafting: how many of these come first.
+    """
+
+    layer: int
+    adapter: Any
+    taps: tuple[int, ...]
+    inputs: Callable[[Mapping[int, Tensor]], Tensor]
+    position_ids: Tensor
+    pattern: AttentionPattern
+    group_size: int
+    first_drafting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Carried slots of one row that are left when its target pass is judged.
+
+    Attributes:
+        position: of the token that the first one predicts, in prompt and answer.
+        first_slot: which slot of its draft that one is.
+        hidden: [n, C] output of the last layer.
+    """
+
+    position: int
+    first_slot: int
+    hidden: Tensor
+
+    def at(self, position: int) -> Slots | None:
+        """Return the slots from a position on, None when none is left."""
+        passed = position - self.position
+        if not 0 <= passed < len(self.hidden):
+            return None
+        return Slots(position, self.first_slot + passed, self.hidden[passed:])
 
 
 class Cache(Protocol):
@@ -145,6 +207,7 @@ class Backbone(Protocol):
         taps: Sequence[int] = (),
         entry: Entry | None = None,
         features: Sequence[Any] | None = None,
+        carried: Carried | None = None,
     ) -> ForwardOutput:
         """Run T new tokens of B rows.
 
@@ -163,6 +226,7 @@ class Backbone(Protocol):
             entry: begin at a later layer.
             features: of each row, what layers added to its tokens in earlier passes
                 (hybrid/models/feature_cache.py); T tokens from the row's first on.
+            carried: slots of the next draft that ride along.
 
         Raises:
             CapacityError: the new tokens do not fit the cache.
@@ -178,11 +242,16 @@ class DraftState:
         rows: the active rows.
         cache: the shared cache.
         hidden: {layer: [B, C]} taps of each row's last cached token, the anchor's predecessor.
+        slots: by cache row, carried slots that predict what follows the anchor. A row that has some
+            is drafted from them, without a pass.
+        wants_features: entropy, confidence and margin are asked for.
     """
 
     rows: Sequence[SequenceState]
     cache: Cache
     hidden: dict[int, Tensor]
+    slots: Mapping[int, Slots] = field(default_factory=dict)
+    wants_features: bool = False
 
 
 @runtime_checkable
@@ -245,6 +314,31 @@ class ContextDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class CarryingDrafter(Drafter, Protocol):
+    """A drafter whose slots can ride in a target pass. Whatever has `carry` is one."""
+
+    def carry(
+        self,
+        state: DraftState,
+        tokens: Tensor,
+        points: Sequence[Sequence[int]],
+        num_slots: int,
+    ) -> Carried | None:
+        """Return the slots of the next draft, for every point of every row.
+
+        Args:
+            state: as for `draft`, before the target pass.
+            tokens: [B, 1 + K] what the pass feeds: anchors and drafted tokens.
+            points: of each row, see `Route`. Rows may have different numbers, some none.
+            num_slots: tokens that each group drafts.
+
+        Returns:
+            None when this drafter cannot carry.
+        """
+        ...
+
+
+@runtime_checkable
 class Verifier(Protocol):
     """Accepts a prefix of a proposal. Knows neither the drafter nor the model.
 
@@ -281,12 +375,29 @@ class Verifier(Protocol):
 
 @runtime_checkable
 class Router(Protocol):
-    """Chooses what the next step does. Pure: a recorded history replays to the same plans."""
+    """Chooses what the next step does. Pure: a recorded history replays to the same choices.
 
-    def plan(self, rows: Sequence[SequenceState], history: Sequence[StepRecord]) -> Plan:
-        """Return the plan of the next step."""
+    Attributes:
+        num_slots: tokens that each carried group drafts; 0 where nothing is carried.
+        max_points: the most acceptance points of a row that a pass carries slots for.
+        wants_features: proposals and records must have entropies, confidences and margins.
+    """
+
+    num_slots: int
+    max_points: int
+    wants_features: bool
+
+    def plan(
+        self, rows: Sequence[SequenceState], history: Sequence[StepRecord]
+    ) -> tuple[Plan, ...]:
+        """Return what is to be drafted for each row."""
         ...
 
-    def judge(self, proposal: Proposal) -> int:
-        """Return how many leading tokens may be committed without verification (0: lossless)."""
+    def judge(
+        self,
+        rows: Sequence[SequenceState],
+        proposal: Proposal,
+        history: Sequence[StepRecord],
+    ) -> tuple[Route, ...]:
+        """Return what each row makes of its proposal."""
         ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -68,10 +68,14 @@ class Speculative(VerifiedPreset):
             choice.
         threshold: draft passes go on until every slot has been this sure of its token; 0 is one
             pass. For models that fill masks by themselves.
+        mode: "two-pass" drafts, then verifies. "fused" lets the verify pass carry the next draft,
+            assuming that everything is accepted; "one-pass" for every acceptance point (TiDAR,
+            arXiv:2511.08923; quadratic self-speculation). For drafters whose slots can ride.
     """
 
     block_size: Annotated[int, Field(ge=1)] | None = None
     threshold: Annotated[float, Field(ge=0)] = 0.0
+    mode: Literal["two-pass", "fused", "one-pass"] = "two-pass"
 
 
 class Ngram(VerifiedPreset):

@@ -21,12 +21,21 @@ if TYPE_CHECKING:
 
 
 class Mode(str, Enum):
-    """What one step does."""
+    """What one step does, from the least to the most that happens in its target pass."""
 
     PREFILL = "prefill"
     AR = "ar"
+    """One token, nothing drafted."""
     SPECULATIVE = "speculative"
+    """Two passes: a draft, and the target pass that verifies it."""
+    FUSED = "fused"
+    """The target pass carries the slots of the next draft, for one acceptance point."""
+    ONE_PASS = "one-pass"
+    """It carries slots for several acceptance points (quadratic self-speculation)."""
+    DIFFUSION_ONLY = "diffusion-only"
+    """The leading tokens are committed whatever the target says; it writes their K/V."""
     DIFFUSION = "diffusion"
+    """A denoising pass over a canvas."""
 
 
 class Context(str, Enum):
@@ -97,10 +106,35 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the router chose for one step."""
+    """What the router wants drafted for one row.
+
+    Attributes:
+        mode: AR drafts nothing.
+        num_draft_tokens: the most tokens to propose. A drafter is asked for the most of any row.
+        may_draft: a draft pass may run.
+        may_reuse: slots that the last target pass carried may be read instead.
+    """
 
     mode: Mode
     num_draft_tokens: int = 0
+    may_draft: bool = True
+    may_reuse: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What the router makes of the proposal of one row.
+
+    Attributes:
+        num_draft_tokens: how many leading tokens are fed to the target pass.
+        num_unverified: how many of these are committed whatever the target says; 0 is lossless.
+        points: ascending acceptance points for which the pass carries the slots of the next draft:
+            point j assumes that exactly the first j tokens are accepted.
+    """
+
+    num_draft_tokens: int
+    num_unverified: int = 0
+    points: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +146,15 @@ class Proposal:
         num_tokens: how many leading tokens of each row are real; a row may have 0.
         draft_probs: [B, K, V] the distribution each token was drawn from, float32; None means a
             point mass on the token, never "unknown".
-        entropy: [B, K] of the draft distribution, nats.
-        confidence: [B, K] its largest probability.
+        entropy: [B, K] of the draft distribution, nats; NaN where the drafter cannot say.
+        confidence: [B, K] its largest probability, likewise. Both say how sure the distribution is,
+            never how probable the token that was drawn: a draft that ends by them stays unbiased.
+        margin: [B, K] the largest less the second largest probability, likewise.
+        first_slot: which slot of its draft each row's first token is, 1 in a fresh draft, more
+            where earlier slots have been passed by; 0 for tokens that come from no slot.
         parents: [K] tree parents, -1 for the anchor; None is a chain.
         num_forwards: backbone passes spent on drafting.
+        num_drafting: rows that took part in these.
     """
 
     tokens: Tensor
@@ -123,8 +162,11 @@ class Proposal:
     draft_probs: Tensor | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
+    margin: Tensor | None = None
+    first_slot: tuple[int, ...] | None = None
     parents: tuple[int, ...] | None = None
     num_forwards: int = 0
+    num_drafting: int = 0
 
     def __post_init__(self) -> None:
         """Check shapes when HYBRID_CHECKS=1."""
@@ -135,7 +177,7 @@ class Proposal:
             raise ProposalError(
                 f"num_tokens: got {self.num_tokens}, expected {batch} numbers from 0 to {width}."
             )
-        for name in ("draft_probs", "entropy", "confidence"):
+        for name in ("draft_probs", "entropy", "confidence", "margin"):
             value = getattr(self, name)
             if value is not None and tuple(value.shape[:2]) != (batch, width):
                 raise ProposalError(
@@ -180,10 +222,23 @@ class RowStep:
         index: position of the request in the call's list, which is also its cache row.
         tokens: committed tokens, after the stop rules.
         sources: where each came from.
-        num_drafted: tokens proposed for this row.
-        num_accepted: of those, how many were accepted.
-        drafted: the proposed ids.
+        mode: what the step did for this row.
+        num_proposed: tokens that the drafter proposed.
+        num_drafted: of those, how many were fed to the target.
+        num_accepted: of those, how many were accepted, verified or not.
+        num_unverified: of those, how many were committed whatever the target said.
+        disagreements: of each of these, the probability with which the target would have rejected
+            it, given the text before it: 0 or 1 when greedy.
+        drafted: the ids that were fed.
         entropies: entropy of the draft distribution per proposed token, or empty.
+        confidences: its largest probability, likewise.
+        margins: the largest less the second largest, likewise.
+        first_slot: see `Proposal`; 0 where nothing was proposed.
+        points: acceptance points for which the target pass carried slots.
+        num_slots: carried slots that are left for the next step.
+        next_slot: which slot of its draft the first of them is.
+        next_entropy: entropy of the distribution that gave the last token, nats; None where the
+            router does not ask.
         logprobs: log-probability of each committed token when asked for, or empty.
         top_logprobs: per committed token {id: log-probability} of the most probable, or empty.
         slots: what is being denoised, committed or masked; empty in other modes.
@@ -193,10 +248,21 @@ class RowStep:
     index: int
     tokens: tuple[int, ...]
     sources: tuple[Source, ...]
+    mode: Mode = Mode.AR
+    num_proposed: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_unverified: int = 0
+    disagreements: tuple[float, ...] = ()
     drafted: tuple[int, ...] = ()
     entropies: tuple[float, ...] = ()
+    confidences: tuple[float, ...] = ()
+    margins: tuple[float, ...] = ()
+    first_slot: int = 0
+    points: tuple[int, ...] = ()
+    num_slots: int = 0
+    next_slot: int = 0
+    next_entropy: float | None = None
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Mapping[int, float], ...] = ()
     slots: tuple[Slot, ...] = ()
@@ -208,12 +274,14 @@ class StepRecord:
     """What one step of the loop did: the only thing CLI, TUI, server and metrics see.
 
     Attributes:
-        mode: prefill, ar, speculative or diffusion.
+        mode: that of its rows; of several, the last in the order of `Mode`.
         rows: one entry per active row.
         num_draft_forwards: backbone passes of the draft.
+        num_drafting: rows that took part in these.
         num_verify_forwards: target passes (1, also for prefill and AR).
         num_denoise_forwards: passes of a diffusion preset that fill masked slots.
-        width: tokens per row in the target pass.
+        width: tokens per row in the target pass, carried slots not counted.
+        num_carried: carried slots per row in the target pass.
         forward_seconds: wall time of the target passes.
         draft_seconds: wall time of the drafter.
         seconds: wall time of the whole step.
@@ -222,9 +290,11 @@ class StepRecord:
     mode: Mode
     rows: tuple[RowStep, ...]
     num_draft_forwards: int = 0
+    num_drafting: int = 0
     num_verify_forwards: int = 1
     num_denoise_forwards: int = 0
     width: int = 1
+    num_carried: int = 0
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
     seconds: float = 0.0
@@ -243,6 +313,9 @@ class Stats:
     num_denoise_forwards: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_unverified: int = 0
+    num_unverified_disagreeing: float = 0.0
+    forwards_by_mode: Mapping[str, int] = field(default_factory=dict)
     acceptance_length: float = 0.0
     acceptance_rate: float = 0.0
     tokens_per_forward: float = 0.0

@@ -139,7 +139,9 @@ class FakeTarget:
         logits_at: Tensor | None = None,
         taps: Sequence[int] = (),
         entry: Any = None,
+        carried: Any = None,
     ) -> ForwardOutput:
+        assert carried is None
         self.num_forwards += 1
         if self.num_forwards in self.fail_at:
             raise self.fail_at[self.num_forwards]

@@ -26,12 +26,15 @@ class AttentionPattern:
         local: [T, T] or [B, T, T] boolean, True where query (second to last axis) sees key.
         is_causal: `local` is the lower triangle (kernels may use a shortcut).
         is_full: `local` hides nothing (likewise).
+        positions: [B][T] of the new tokens; None where new token t follows the prefix at
+            prefix + t. Cached position i has position i. Sliding windows go by them.
     """
 
     prefix_len: tuple[int, ...] | tuple[tuple[int, ...], ...]
     local: Tensor
     is_causal: bool = False
     is_full: bool = False
+    positions: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -43,34 +46,39 @@ class AttentionPattern:
         prefix = self.prefix_len[row]
         return prefix if isinstance(prefix, int) else max(prefix, default=0)
 
-    def row_mask(self, row: int, *, window: int | None = None) -> Tensor | None:
+    def row_mask(
+        self, row: int, *, window: int | None = None, prefix_width: int | None = None
+    ) -> Tensor | None:
         """Return one row's dense mask, or None when every token sees everything.
 
         Args:
             row: index in the batch.
             window: sliding window of the layer: a query at position p sees keys at p - window + 1
-                and later. Cached position i has position i, new token t position prefix + t.
+                and later.
+            prefix_width: P where it is more than `row_prefix(row)`: nobody sees what is between.
 
         Returns:
             [T, P + T] boolean, P = `row_prefix(row)`.
         """
         num_tokens, prefix = self.num_tokens, self.prefix_len[row]
-        width = self.row_prefix(row)
+        width = self.row_prefix(row) if prefix_width is None else prefix_width
         sees_all = num_tokens == 1 or self.is_full
         if (
             sees_all
             and isinstance(prefix, int)
+            and prefix == width
             and (window is None or width + num_tokens <= window)
         ):
             return None
         local = self.local if self.local.ndim == 2 else self.local[row]
         mask = torch.ones(num_tokens, width + num_tokens, dtype=torch.bool, device=local.device)
         mask[:, width:] = local
-        if not isinstance(prefix, int):
-            limits = torch.tensor(prefix, device=local.device)
-            mask[:, :width] = torch.arange(width, device=local.device) < limits[:, None]
+        limits = torch.tensor(prefix, device=local.device).view(-1, 1)
+        mask[:, :width] = torch.arange(width, device=local.device) < limits
         if window is not None:
             keys = torch.arange(width + num_tokens, device=local.device)
+            if self.positions is not None:
+                keys[width:] = torch.tensor(self.positions[row], device=local.device)
             mask &= keys > keys[width:, None] - window
         return mask
 
@@ -108,22 +116,26 @@ def block_causal(
     return AttentionPattern(tuple(prefix_len), block[:, None] >= block[None, :])
 
 
-def one_pass(prefix_len: Sequence[int], num_draft_tokens: int) -> AttentionPattern:
-    """Verify and draft in one forward (TiDAR, arXiv:2511.08923; quadratic self-speculation).
+def groups(
+    prefix_len: Sequence[Sequence[int]], group_size: int, *, is_causal: bool = False
+) -> AttentionPattern:
+    """Verify and draft in one forward: the slots that ride in a target pass, in groups.
 
-    The L candidates come first, then for each possible acceptance point j a group of L masks that
-    sees candidates 0..j and itself: T = L + L * L.
+    TiDAR (arXiv:2511.08923) and quadratic self-speculation have a group for each acceptance point.
+    The prefix of a group counts what is cached and the target's tokens that it takes for accepted;
+    its slots stand behind that prefix and see it and each other.
+
+    Args:
+        prefix_len: [B][G] of each group.
+        group_size: slots per group.
+        is_causal: a slot sees those before it in its group alone.
     """
-    size = num_draft_tokens
-    num_tokens = size + size * size
-    index = torch.arange(num_tokens)
-    is_candidate = index < size
-    group = torch.where(is_candidate, torch.full_like(index, -1), (index - size) // size)
-    # A candidate sees candidates up to itself; group j sees candidates up to j.
-    last_seen = torch.where(is_candidate, index, group)
-    sees_candidate = is_candidate[None, :] & (index[None, :] <= last_seen[:, None])
-    same_group = ~is_candidate[None, :] & (group[None, :] == group[:, None])
-    return AttentionPattern(tuple(prefix_len), sees_candidate | same_group)
+    num_groups = len(prefix_len[0])
+    block = torch.ones(group_size, group_size, dtype=torch.bool)
+    local = torch.block_diag(*[block.tril() if is_causal else block] * num_groups).bool()  # type: ignore[no-untyped-call]
+    prefixes = tuple(tuple(n for n in row for _ in range(group_size)) for row in prefix_len)
+    positions = tuple(tuple(n + i for n in row for i in range(group_size)) for row in prefix_len)
+    return AttentionPattern(prefixes, local, positions=positions)
 
 
 def tree(prefix_len: Sequence[int], parents: Sequence[int]) -> AttentionPattern:

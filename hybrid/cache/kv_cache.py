@@ -57,15 +57,16 @@ class KVCache(Rows):
         """Bytes held."""
         return self.data.numel() * self.data.element_size()
 
-    def write(self, layer: int, row: int, key_value: Tensor) -> None:
+    def write(self, layer: int, row: int, key_value: Tensor, offset: int = 0) -> None:
         """Write K/V of T new tokens to the row's scratch positions.
 
         Args:
             layer: layer index.
             row: cache row.
             key_value: [2, G, T, D].
+            offset: how many scratch positions to leave free before them.
         """
-        first = self.lengths[row]
+        first = self.lengths[row] + offset
         self.data[layer, :, row, :, first : first + key_value.shape[2]] = key_value
 
     def refresh(self, layer: int, row: int, positions: Tensor, key_value: Tensor) -> None:

@@ -86,6 +86,7 @@ def _emit(state: SequenceState, rule: StopRule, tokens: Sequence[int]) -> RowSte
             break
     state.tokens.extend(emitted)
     return RowStep(
+        mode=Mode.DIFFUSION,
         index=state.row,
         tokens=tuple(emitted),
         sources=(Source.DIFFUSION_ONLY,) * len(emitted),

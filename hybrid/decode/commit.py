@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hybrid.sampling import token_logprobs
-from hybrid.types import Proposal, RowStep, Source, Verdict
+from hybrid.types import Mode, Proposal, Route, RowStep, Source, Verdict
 
 if TYPE_CHECKING:
+    from hybrid.decode.judging import Judgement
     from hybrid.decode.step import Engine
 
 
 def commit_row(
-    engine: Engine, batch_row: int, proposal: Proposal, verdict: Verdict, logits: Tensor
+    engine: Engine,
+    batch_row: int,
+    proposal: Proposal,
+    verdict: Verdict,
+    logits: Tensor,
+    num_unverified: int = 0,
 ) -> RowStep:
     """Append the accepted tokens and the next token, up to where a stop rule ends the row.
 
@@ -25,6 +32,7 @@ def commit_row(
         proposal: what was drafted.
         verdict: what the verifier decided.
         logits: [B, T, V] of the target, before the sampling transforms.
+        num_unverified: leading drafted tokens that the verifier was not asked about.
     """
     row = engine.rows[batch_row]
     num_drafted, num_accepted = proposal.num_tokens[batch_row], verdict.num_accepted[batch_row]
@@ -39,26 +47,73 @@ def commit_row(
             break
     row.tokens.extend(committed)
     logprobs, top = _logprobs(row.sampling.logprobs, logits[batch_row], committed)
-    entropy = proposal.entropy
     return RowStep(
         index=row.row,
         tokens=tuple(committed),
-        sources=_sources(num_drafted, num_accepted)[: len(committed)],
+        sources=_sources(num_drafted, num_accepted, num_unverified)[: len(committed)],
+        mode=Mode.SPECULATIVE if num_drafted else Mode.AR,
         num_drafted=num_drafted,
         num_accepted=num_accepted,
+        num_unverified=num_unverified,
         drafted=tuple(drafted),
-        entropies=() if entropy is None else tuple(entropy[batch_row, :num_drafted].tolist()),
         logprobs=logprobs,
         top_logprobs=top,
         finish_reason=row.finish_reason,
     )
 
 
-def _sources(num_drafted: int, num_accepted: int) -> tuple[Source, ...]:
+def describe_row(
+    engine: Engine,
+    batch_row: int,
+    step: RowStep,
+    proposed: Proposal,
+    route: Route | None,
+    judged: Judgement,
+) -> RowStep:
+    """Complete what a step says of a row.
+
+    Args:
+        engine: the parts, after the step.
+        batch_row: index among the rows of the step.
+        step: from `commit_row`.
+        proposed: before the router cut it.
+        route: of the row, None where the pass carried nothing.
+        judged: what the target said.
+    """
+    points = () if route is None else route.points
+    mode = step.mode
+    if step.num_unverified:
+        mode = Mode.DIFFUSION_ONLY
+    elif points:
+        mode = Mode.FUSED if len(points) == 1 else Mode.ONE_PASS
+    left = engine.slots.get(step.index)
+    count = proposed.num_tokens[batch_row]
+
+    def values(column: Tensor | None) -> tuple[float, ...]:
+        return () if column is None else tuple(column[batch_row, :count].tolist())
+
+    return replace(
+        step,
+        mode=mode,
+        num_proposed=count,
+        disagreements=judged.disagreements[batch_row],
+        entropies=values(proposed.entropy),
+        confidences=values(proposed.confidence),
+        margins=values(proposed.margin),
+        first_slot=proposed.first_slot[batch_row] if proposed.first_slot and count else 0,
+        points=points,
+        num_slots=0 if left is None else len(left.hidden),
+        next_slot=0 if left is None else left.first_slot,
+        next_entropy=judged.next_entropy[batch_row],
+    )
+
+
+def _sources(num_drafted: int, num_accepted: int, num_unverified: int) -> tuple[Source, ...]:
     if num_drafted == 0:
         return (Source.AR,)
     last = Source.BONUS if num_accepted == num_drafted else Source.CORRECTION
-    return (Source.DRAFT_VERIFIED,) * num_accepted + (last,)
+    verified = (Source.DRAFT_VERIFIED,) * (num_accepted - num_unverified)
+    return (Source.DIFFUSION_ONLY,) * num_unverified + verified + (last,)
 
 
 def _logprobs(

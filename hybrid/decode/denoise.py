@@ -255,6 +255,7 @@ def _emit(row: DenoiseRow, blocks: Sequence[Block]) -> RowStep:
             break
     state.tokens.extend(emitted)
     return RowStep(
+        mode=Mode.DIFFUSION,
         index=state.row,
         tokens=tuple(emitted),
         sources=(Source.DIFFUSION_ONLY,) * len(emitted),

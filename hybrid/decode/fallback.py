@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import ProposalError
-from hybrid.protocols import DraftState
+from hybrid.protocols import Carried, DraftState
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def draft_or_nothing(engine: Engine, state: DraftState, plan: Plan) -> Proposal:
     Warns:
         DrafterWarning: once per call of `generate` or `stream`.
     """
-    if plan.num_draft_tokens == 0 or _is_useless(state.rows):
+    if not state.rows or plan.num_draft_tokens == 0 or _is_useless(state.rows):
         return empty_proposal(len(state.rows))
     try:
         proposal = engine.drafter.draft(state, plan)
@@ -42,6 +42,25 @@ def draft_or_nothing(engine: Engine, state: DraftState, plan: Plan) -> Proposal:
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything, the answer must go on
         _warn(engine, error)
         return empty_proposal(len(state.rows))
+
+
+def carry_or_nothing(
+    engine: Engine, state: DraftState, tokens: Tensor, points: Sequence[Sequence[int]]
+) -> Carried | None:
+    """Return the slots of the next draft that ride in the target pass, None when there are none.
+
+    Warns:
+        DrafterWarning: the drafter raised; once per call of `generate` or `stream`.
+    """
+    carry = getattr(engine.drafter, "carry", None)
+    if carry is None or not any(points) or engine.router.num_slots == 0:
+        return None
+    try:
+        carried: Carried | None = carry(state, tokens, points, engine.router.num_slots)
+    except Exception as error:  # noqa: BLE001 - as above
+        _warn(engine, error)
+        return None
+    return carried
 
 
 def reset_or_nothing(engine: Engine) -> None:
@@ -121,10 +140,12 @@ def _check(proposal: Proposal, batch: int, limit: int, vocab_size: int) -> None:
         bad = next((t for t in ids if not 0 <= t < vocab_size), None)
         if bad is not None:
             raise ProposalError(f"tokens: got id {bad}, expected ids from 0 to {vocab_size - 1}.")
-    if proposal.entropy is not None and proposal.entropy.shape != tokens.shape:
-        raise ProposalError(
-            f"entropy: got {list(proposal.entropy.shape)}, expected {list(tokens.shape)}."
-        )
+    for name in ("entropy", "confidence", "margin"):
+        value = getattr(proposal, name)
+        if value is not None and value.shape != tokens.shape:
+            raise ProposalError(f"{name}: got {list(value.shape)}, expected {list(tokens.shape)}.")
+    if proposal.first_slot is not None and len(proposal.first_slot) != batch:
+        raise ProposalError(f"first_slot: got {proposal.first_slot}, expected {batch} numbers.")
     if draft_probs is not None:
         if draft_probs.shape != (*tokens.shape, vocab_size):
             raise ProposalError(
@@ -157,14 +178,15 @@ def _is_useless(rows: Sequence[SequenceState]) -> bool:
 
 def _fit(proposal: Proposal, rows: Sequence[SequenceState], vocab_size: int) -> Proposal:
     """Cut what no row could commit, and make every id, padding too, one that can be embedded."""
-    num_tokens = tuple(map(min, proposal.num_tokens, map(_room, rows)))
-    width = max(num_tokens)
-    laws, entropy = proposal.draft_probs, proposal.entropy
-    return replace(
-        proposal,
-        tokens=proposal.tokens[:, :width].clamp(0, vocab_size - 1),
-        num_tokens=num_tokens,
-        draft_probs=None if laws is None else laws[:, :width],
-        entropy=None if entropy is None else entropy[:, :width],
-        confidence=None,
-    )
+    tokens = proposal.tokens.clamp(0, vocab_size - 1)
+    return cut(replace(proposal, tokens=tokens), list(map(_room, rows)))
+
+
+def cut(proposal: Proposal, most: Sequence[int]) -> Proposal:
+    """Return the proposal with at most so many tokens per row."""
+    num_tokens = tuple(map(min, proposal.num_tokens, most))
+    width = max(num_tokens, default=0)
+    fields = ("tokens", "draft_probs", "entropy", "confidence", "margin")
+    columns = {name: getattr(proposal, name) for name in fields}
+    kept = {name: None if value is None else value[:, :width] for name, value in columns.items()}
+    return replace(proposal, num_tokens=num_tokens, **kept)

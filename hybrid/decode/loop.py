@@ -13,7 +13,8 @@ import torch
 from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row
 from hybrid.decode.fallback import absorb_or_nothing, empty_proposal, reset_or_nothing
-from hybrid.decode.step import Engine, bar, decode_step, keep_taps, transform_and_verify
+from hybrid.decode.judging import bar, transform, verify
+from hybrid.decode.step import Engine, decode_step, keep_taps
 from hybrid.protocols import ForwardOutput
 from hybrid.types import Mode, SequenceState, StepRecord, Write
 
@@ -41,7 +42,7 @@ def run(engine: Engine, rows: list[SequenceState]) -> Generator[StepRecord, None
     finally:
         for row in rows:
             engine.cache.free(row.row)
-        engine.rows, engine.hidden = [], {}
+        engine.rows, engine.hidden, engine.slots = [], {}, {}
 
 
 def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, torch.Tensor]]:
@@ -78,7 +79,7 @@ def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, t
     # The step's own verdict and commit, with nothing drafted.
     engine.rows = [row]
     proposal = empty_proposal(1)
-    verdict = transform_and_verify(engine, logits, proposal)
+    verdict = verify(engine, transform(engine, logits, proposal), proposal)
     row_step = commit_row(engine, 0, proposal, verdict, logits)
     keep_taps(engine, {}, (0,))
     record = StepRecord(

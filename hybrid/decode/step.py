@@ -14,20 +14,13 @@ import torch
 from torch import Tensor
 
 from hybrid.attention.pattern import causal
-from hybrid.decode.commit import commit_row
-from hybrid.decode.fallback import absorb_or_nothing, draft_or_nothing, observe_or_nothing
+from hybrid.decode.commit import commit_row, describe_row
+from hybrid.decode.drafting import draft_rows, keep_slots
+from hybrid.decode.fallback import absorb_or_nothing, carry_or_nothing, cut, observe_or_nothing
+from hybrid.decode.judging import bar, judge_draft
 from hybrid.decode.stopping import StopRule
-from hybrid.protocols import (
-    Backbone,
-    Cache,
-    Drafter,
-    DraftState,
-    ForwardOutput,
-    Router,
-    Verifier,
-)
-from hybrid.sampling import process_logits
-from hybrid.types import Mode, Proposal, SequenceState, StepRecord, Verdict
+from hybrid.protocols import Backbone, Cache, Drafter, DraftState, Router, Slots, Verifier
+from hybrid.types import Mode, Proposal, SequenceState, StepRecord
 
 
 @dataclass(slots=True)
@@ -39,6 +32,7 @@ class Engine:
         rules: stop rule of each cache row.
         hidden: {layer: [B, C]} taps of each active row's last cached token.
         history: what the steps so far did.
+        slots: by cache row, carried slots that are left for the next draft.
         drafter_failed: the drafter raised, and the user was told.
         barred: ids that are no answer: mask tokens.
     """
@@ -52,6 +46,7 @@ class Engine:
     rules: dict[int, StopRule] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     history: list[StepRecord] = field(default_factory=list)
+    slots: dict[int, Slots] = field(default_factory=dict)
     drafter_failed: bool = False
     barred: tuple[int, ...] = ()
 
@@ -64,81 +59,59 @@ def decode_step(engine: Engine) -> StepRecord:
     """
     started = time.perf_counter()
     rows = engine.rows
-    plan = engine.router.plan(rows, engine.history)
-    state = DraftState(rows, engine.cache, engine.hidden)
-    proposal = draft_or_nothing(engine, state, plan)
+    plans = engine.router.plan(rows, engine.history)
+    proposed = draft_rows(engine, plans)
+    routes = engine.router.judge(rows, proposed, engine.history)
+    proposal = cut(proposed, [route.num_draft_tokens for route in routes])
     drafted = time.perf_counter()
 
     inputs, positions = _inputs(rows, proposal, engine.backbone.device)
-    pattern = causal([row.cached_len for row in rows], inputs.shape[1])
+    state = DraftState(rows, engine.cache, engine.hidden)
+    carried = carry_or_nothing(engine, state, inputs, [route.points for route in routes])
     out = engine.backbone.forward(
         inputs,
         positions,
-        pattern,
+        causal([row.cached_len for row in rows], inputs.shape[1]),
         engine.cache,
         [row.row for row in rows],
         taps=engine.drafter.taps,
+        carried=carried,
     )
     logits = bar(engine, out)
     forwarded = time.perf_counter()
-    verdict = transform_and_verify(engine, logits, proposal)
-    steps = [commit_row(engine, b, proposal, verdict, logits) for b in range(len(rows))]
+    judged = judge_draft(engine, logits, proposal, routes)
+    accepted = judged.verdict.num_accepted
+    steps = [
+        commit_row(engine, b, proposal, judged.verdict, logits, routes[b].num_unverified)
+        for b in range(len(rows))
+    ]
     for row, step in zip(rows, steps, strict=True):
         # K/V of the anchor and of all but the last committed token, which is the next anchor.
         engine.cache.commit(row.row, len(step.tokens))
     absorb_or_nothing(
         engine, [row.row for row in rows], out.hidden, [len(step.tokens) for step in steps]
     )
+    keep_slots(engine, carried, out.carried, routes, accepted)
+    has_slots = carried is not None
+    steps = [
+        describe_row(engine, b, step, proposed, routes[b] if has_slots else None, judged)
+        for b, step in enumerate(steps)
+    ]
     record = StepRecord(
-        mode=Mode.SPECULATIVE if max(proposal.num_tokens) > 0 else Mode.AR,
+        mode=max((step.mode for step in steps), key=list(Mode).index),
         rows=tuple(steps),
         num_draft_forwards=proposal.num_forwards,
+        num_drafting=proposal.num_drafting,
         width=inputs.shape[1],
+        num_carried=0 if carried is None else carried.position_ids.shape[1],
         forward_seconds=forwarded - drafted,
         draft_seconds=drafted - started,
         seconds=time.perf_counter() - started,
     )
-    keep_taps(engine, out.hidden, verdict.num_accepted)
+    keep_taps(engine, out.hidden, accepted)
     observe_or_nothing(engine, record)
     engine.history.append(record)
     return record
-
-
-def bar(engine: Engine, out: ForwardOutput) -> Tensor:
-    """Return the logits of a target pass with the ids that are no answer at -inf."""
-    assert out.logits is not None
-    if not engine.barred:
-        return out.logits
-    ids = torch.tensor(engine.barred, device=out.logits.device)
-    return out.logits.index_fill(-1, ids, float("-inf"))
-
-
-def transform_and_verify(engine: Engine, logits: Tensor, proposal: Proposal) -> Verdict:
-    """Apply each row's sampling transforms to the target's logits and verify."""
-    rows = engine.rows
-    if any(needs_transform(row) for row in rows):
-        tokens = proposal.tokens.tolist()  # host sync
-        processed = [
-            process_logits(
-                logits[b],
-                row.sampling,
-                row.tokens,
-                row.num_prompt_tokens,
-                tokens[b],
-                engine.backbone.eos_token_ids,
-            )
-            for b, row in enumerate(rows)
-        ]
-        logits = torch.stack(processed)
-    return engine.verifier.verify(
-        logits, proposal, [r.sampling for r in rows], [r.generator for r in rows]
-    )
-
-
-def needs_transform(row: SequenceState) -> bool:
-    """Whether the row's logits are changed before the choice."""
-    s = row.sampling
-    return not s.is_greedy or s.has_penalties or row.num_new_tokens < s.min_new_tokens
 
 
 def keep_taps(engine: Engine, hidden: Mapping[int, Tensor], index: Sequence[int]) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from hybrid.kernels.block_attention import block_attention
 
 if TYPE_CHECKING:
-    from hybrid.models.transformer import Attention, NativeBackbone
+    from hybrid.models.attention import Attention
+    from hybrid.models.transformer import NativeBackbone
     from hybrid.models.weights import Layer
 
 

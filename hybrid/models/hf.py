@@ -24,7 +24,7 @@ from hybrid.config import is_offline
 from hybrid.errors import CapacityError, ConfigError
 from hybrid.models.checkpoint import read_json, refuse_foreign_code, token_ids
 from hybrid.models.pretrained import load_pretrained
-from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
+from hybrid.protocols import PREFILL_CHUNK, Cache, Carried, Entry, ForwardOutput
 from hybrid.types import Context, Write
 
 # 5.24 calls it `cache`; before, most models said `past_key_values` and recurrent ones the last.
@@ -231,6 +231,7 @@ class HFBackbone:
         taps: Sequence[int] = (),
         entry: Entry | None = None,
         features: Sequence[Any] | None = None,
+        carried: Carried | None = None,
     ) -> ForwardOutput:
         """Run T new tokens of B rows; see `Backbone.forward`.
 
@@ -241,7 +242,7 @@ class HFBackbone:
                 without rollback.
         """
         assert isinstance(cache, HFCache)
-        if entry is not None or input_ids is None:
+        if entry is not None or carried is not None or input_ids is None:
             raise ConfigError("A late entry needs the native backbone; got one for HFBackbone.")
         if logits_at is not None or write == Write.REFRESH:
             raise ConfigError("Denoising needs the native backbone; got a pass for HFBackbone.")

@@ -4,21 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybrid.types import Mode, Plan, Proposal, SequenceState, StepRecord
+from hybrid.types import Mode, Plan, Proposal, Route, SequenceState, StepRecord
 
 
 class FixedRouter:
-    """Drafts `num_draft_tokens` in every step; 0 is plain AR decoding. Lossless."""
+    """Drafts `num_draft_tokens` in every step, in one mode; 0 is plain AR decoding. Lossless."""
 
-    def __init__(self, num_draft_tokens: int) -> None:
-        """Keep the number."""
-        mode = Mode.SPECULATIVE if num_draft_tokens else Mode.AR
-        self._plan = Plan(mode, num_draft_tokens)
+    wants_features = False
 
-    def plan(self, rows: Sequence[SequenceState], history: Sequence[StepRecord]) -> Plan:
-        """Return the plan."""
-        return self._plan
+    def __init__(self, num_draft_tokens: int, mode: Mode = Mode.SPECULATIVE) -> None:
+        """Keep the numbers.
 
-    def judge(self, proposal: Proposal) -> int:
-        """Trust nothing unverified."""
-        return 0
+        Args:
+            num_draft_tokens: K.
+            mode: SPECULATIVE drafts in a pass of its own. FUSED lets the target pass carry the next
+                draft, assuming that everything is accepted, and drafts in a pass where that was
+                wrong. ONE_PASS carries slots for every acceptance point and never drafts alone.
+        """
+        carries = num_draft_tokens > 0 and mode in {Mode.FUSED, Mode.ONE_PASS}
+        self._is_quadratic = carries and mode == Mode.ONE_PASS
+        # A group's first slot stands where the target's own next token will: one slot more.
+        self.num_slots = num_draft_tokens + 1 if carries else 0
+        self.max_points = (num_draft_tokens + 1 if self._is_quadratic else 1) if carries else 0
+        chosen = mode if num_draft_tokens else Mode.AR
+        self._plan = Plan(chosen, num_draft_tokens, may_draft=not self._is_quadratic)
+
+    def plan(
+        self, rows: Sequence[SequenceState], history: Sequence[StepRecord]
+    ) -> tuple[Plan, ...]:
+        """Return the plan, for every row."""
+        return (self._plan,) * len(rows)
+
+    def judge(
+        self,
+        rows: Sequence[SequenceState],
+        proposal: Proposal,
+        history: Sequence[StepRecord],
+    ) -> tuple[Route, ...]:
+        """Feed and verify whatever was proposed."""
+        return tuple(Route(count, 0, self._points(count)) for count in proposal.num_tokens)
+
+    def _points(self, count: int) -> tuple[int, ...]:
+        if not self.num_slots:
+            return ()
+        return tuple(range(count + 1)) if self._is_quadratic else (count,)

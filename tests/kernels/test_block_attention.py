@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid.attention.pattern import bidirectional, block_causal, causal, one_pass, padded, tree
+from hybrid.attention.pattern import bidirectional, block_causal, causal, groups, padded, tree
 from hybrid.kernels.block_attention import (
     KEY_TILE,
     block_attention,
@@ -68,10 +68,10 @@ def test_equals_the_twin(shape, name, dtype):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-def test_one_pass_pattern():
-    pattern, shape = one_pass([5], 3), (5, 12, 4, 2, 8)
+def test_groups_of_slots_behind_candidates():
+    pattern, shape = groups([[5, 6, 8]], 4), (9, 12, 4, 2, 8)  # 5 cached, 4 candidates
     query, key, value = tensors(*shape, torch.float32)
-    mask = pattern.row_mask(0)
+    mask = pattern.row_mask(0, prefix_width=9)
     out = block_attention(query, key, value, additive(mask, 4, 2, torch.float32))
     expected = dense_mask_attention(query, key, value, mask)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)

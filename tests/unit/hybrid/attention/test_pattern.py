@@ -11,7 +11,7 @@ from hybrid.attention.pattern import (
     block_causal,
     causal,
     full_sequence,
-    one_pass,
+    groups,
     padded,
     tree,
 )
@@ -53,18 +53,6 @@ def is_ancestor(parents, query, key):
     return query == key
 
 
-def tidar(size):
-    """ALGORITHMS A.9: candidates d_i, then a group g_j of masks for each acceptance point."""
-
-    def sees(query, key):
-        if query < size:
-            return key <= query
-        group = (query - size) // size
-        return key <= group if key < size else (key - size) // size == group
-
-    return sees
-
-
 PARENTS = [-1, 0, 0, 1, 1, 2, -1, 6]
 PREFIXES = (0, 1, 5)
 CASES = [
@@ -79,7 +67,6 @@ CASES = [
         )
         for size, offset in ((1, 0), (2, 0), (3, 1), (4, 3), (3, 5), (8, 0))
     ],
-    *[(f"one-pass-{n}", one_pass(PREFIXES, n), tidar(n)) for n in (1, 2, 4)],
     ("tree", tree(PREFIXES, PARENTS), lambda q, k: is_ancestor(PARENTS, q, k)),
     ("tree-chain", tree(PREFIXES, [-1, 0, 1, 2]), lambda q, k: k <= q),
 ]
@@ -104,14 +91,55 @@ def test_only_causal_claims_to_be_causal():
         bidirectional([0], 3),
         block_causal([0], 3, 2),
         tree([0], [-1]),
-        one_pass([0], 2),
+        groups([[0, 1]], 2),
     ):
         assert not pattern.is_causal
     assert not padded(causal([0], 3), [2]).is_causal
 
 
-def test_one_pass_has_a_group_for_each_acceptance_point():
-    assert one_pass([3], 4).num_tokens == 4 + 4 * 4
+def one_pass_twin(cached, num_candidates, points, size, window, *, is_causal):
+    """ALGORITHMS A.9, cell by cell over the whole pass: candidates d_0 (the anchor), d_1, ..., then
+    a group of slots for each point j, whose first slot stands where d_j does.
+
+    Returns the rows of the slots; columns are what is cached, the candidates, the slots.
+    """
+    positions = [cached + i for i in range(num_candidates)]
+    group = [None] * num_candidates
+    for g, point in enumerate(points):
+        positions += [cached + point + i for i in range(size)]
+        group += [g] * size
+    mask = []
+    for query in range(num_candidates, len(positions)):
+        row = []
+        for key in range(cached + len(positions)):
+            if key < cached:
+                at, visible = key, True
+            else:
+                other = key - cached
+                at = positions[other]
+                if group[other] is None:
+                    visible = other < points[group[query]]  # d_0 .. d_(j-1)
+                else:
+                    visible = group[other] == group[query]
+                    visible = visible and (not is_causal or at <= positions[query])
+            row.append(visible and (window is None or positions[query] - at < window))
+        mask.append(row)
+    return mask
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("points", [(0,), (2,), (0, 1, 2, 3), (1, 3)], ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_groups_ride_behind_the_candidates(size, points, window, is_causal):
+    cached, num_candidates = (0, 5), 4
+    starts = [[length + j for j in points] for length in cached]
+    pattern = groups(starts, size, is_causal=is_causal)
+    assert pattern.num_tokens == len(points) * size
+    for row, length in enumerate(cached):
+        mask = pattern.row_mask(row, window=window, prefix_width=length + num_candidates)
+        expected = one_pass_twin(length, num_candidates, points, size, window, is_causal=is_causal)
+        assert mask.tolist() == expected
 
 
 @pytest.mark.parametrize("window", [None, 3])
