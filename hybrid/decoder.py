@@ -5,12 +5,9 @@ Next: hybrid/decode/loop.py.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
-
-import torch
 
 from hybrid.assembly import Parts
 from hybrid.decode.canvases import CanvasModel, decode_canvases
@@ -18,18 +15,16 @@ from hybrid.decode.denoise import DenoiseRow, denoise
 from hybrid.decode.loop import run
 from hybrid.decode.policies import DenoisePreset
 from hybrid.decode.step import Engine
-from hybrid.decode.stopping import StopRule
-from hybrid.errors import CapacityError, ConfigError
-from hybrid.memory import require_memory
-from hybrid.metrics import RowMeter
+from hybrid.errors import ConfigError
+from hybrid.memory import planned_bytes, require_memory
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.models.fetch import Progress
 from hybrid.models.loading import DeviceMap, load_model
 from hybrid.models.tokenizer import Tokenizer
 from hybrid.params import SamplingParams
-from hybrid.prompts import is_batch, to_token_ids
+from hybrid.prompts import is_batch
 from hybrid.protocols import Backbone, Cache, Drafter, Verifier
-from hybrid.request import Request
+from hybrid.request import Request, start_request
 from hybrid.strategy import (
     LEFT_TO_RIGHT,
     OF_A_LAW,
@@ -39,7 +34,7 @@ from hybrid.strategy import (
     refuse,
     resolve,
 )
-from hybrid.types import SequenceState, StepRecord, StreamEvent
+from hybrid.types import StepRecord, StreamEvent
 
 Steps = Generator[StepRecord, None, None]
 
@@ -255,20 +250,7 @@ class HybridDecoder:
         width = 1 + self._parts.drafter().max_draft_tokens
         if isinstance(default.settings, DenoisePreset):
             width = max_seq_len  # every slot may be masked, and have a row of logits
-        chunk = min(self.backbone.prefill_chunk, max_seq_len)
-        itemsize = self.backbone.dtype.itemsize
-        heads = getattr(getattr(self.backbone, "spec", None), "num_heads", 1)
-        # The largest of what a pass holds besides weights and cache: logits in float32 for the
-        # transforms, or a prefill chunk's mask and activations.
-        logits = batch * width * self.backbone.vocab_size * (itemsize + 4)
-        prefill = chunk * (heads * max_seq_len + 8 * self.backbone.hidden_size) * itemsize
-        parts = {
-            "weights": self.backbone.weight_nbytes,
-            "adapter": self.adapter.nbytes if self.adapter is not None else 0,
-            "kv_cache": self.backbone.cache_nbytes(batch, max_seq_len + width),
-            "workspace": max(logits, prefill),
-        }
-        return {**parts, "total": sum(parts.values())}
+        return planned_bytes(self.backbone, self.adapter, batch, max_seq_len, width)
 
     def _start(
         self,
@@ -286,7 +268,14 @@ class HybridDecoder:
         params = SamplingParams(**fields) if params is None else params.replace(**fields)
         chosen = self.resolve_strategy(strategy, allow_unverified=allow_unverified)
         requests = [
-            self._request(index, prompt, params, text=text, several=len(prompts) > 1)
+            start_request(
+                self.backbone,
+                self.tokenizer,
+                prompt,
+                params,
+                index=index if len(prompts) > 1 else None,
+                wants_text=text,
+            )
             for index, prompt in enumerate(prompts)
         ]
         if not isinstance(chosen.settings, (VerifiedPreset, DenoisePreset)):
@@ -352,35 +341,6 @@ class HybridDecoder:
             f"The KV cache for {batch} x {capacity} tokens",
         )
         return self.backbone.new_cache(batch, capacity)
-
-    def _request(
-        self, index: int, prompt: Any, params: SamplingParams, *, text: bool, several: bool
-    ) -> Request:
-        where = f"prompt {index}" if several else "prompt"
-        ids = to_token_ids(prompt, self.tokenizer, self.backbone.vocab_size, where)
-        limit = self.backbone.max_seq_len
-        room = limit - len(ids)
-        if params.max_new_tokens > room:
-            fewer = f" or set max_new_tokens to at most {room}" if room > 0 else ""
-            raise CapacityError(
-                f"{where}: got {len(ids)} tokens and max_new_tokens {params.max_new_tokens}, "
-                f"expected at most {limit} together (the model's context). Shorten the prompt"
-                f"{fewer}."
-            )
-        bad = next((t for t in params.stop_token_ids if t >= self.backbone.vocab_size), None)
-        if bad is not None:
-            raise ConfigError(
-                f"stop_token_ids: got {bad}, expected ids below {self.backbone.vocab_size}."
-            )
-        if params.stop and self.tokenizer is None:
-            raise ConfigError("stop: this model has no tokenizer; use stop_token_ids.")
-        decode = self.tokenizer.decode if self.tokenizer is not None else None
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        generator = torch.Generator().manual_seed(seed)
-        state = SequenceState(index, ids, len(ids), params, generator)
-        needs_text = decode if text or params.stop else None
-        rule = StopRule(params, self.backbone.eos_token_ids, needs_text)
-        return Request(state, rule, RowMeter(index, len(ids)), decode)
 
 
 def _events(steps: Steps, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from hybrid.errors import CapacityError
+from hybrid.models.adapter import DiffusionAdapter
+from hybrid.protocols import Backbone
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -36,3 +38,31 @@ def require_memory(num_bytes: int, device: torch.device, what: str) -> None:
             "Use fewer prompts at once, a shorter context, or a smaller dtype "
             "(`hybrid plan-memory` shows the parts)."
         )
+
+
+def planned_bytes(
+    backbone: Backbone, adapter: DiffusionAdapter | None, batch: int, max_seq_len: int, width: int
+) -> dict[str, int]:
+    """Return the bytes that decoding will hold, by part and in total.
+
+    Args:
+        backbone: the model.
+        adapter: of its drafts.
+        batch: rows.
+        max_seq_len: prompt and answer together.
+        width: the most tokens of a row in one pass that gives logits.
+    """
+    chunk = min(backbone.prefill_chunk, max_seq_len)
+    itemsize = backbone.dtype.itemsize
+    heads = getattr(getattr(backbone, "spec", None), "num_heads", 1)
+    # The largest of what a pass holds besides weights and cache: logits in float32 for the
+    # transforms, or a prefill chunk's mask and activations.
+    logits = batch * width * backbone.vocab_size * (itemsize + 4)
+    prefill = chunk * (heads * max_seq_len + 8 * backbone.hidden_size) * itemsize
+    parts = {
+        "weights": backbone.weight_nbytes,
+        "adapter": adapter.nbytes if adapter is not None else 0,
+        "kv_cache": backbone.cache_nbytes(batch, max_seq_len + width),
+        "workspace": max(logits, prefill),
+    }
+    return {**parts, "total": sum(parts.values())}

@@ -1,0 +1,112 @@
+"""How long passes take here: what the router's cost model is fitted on before the first step.
+
+Next: hybrid/router/cost.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from hybrid.attention.pattern import causal
+from hybrid.params import SamplingParams
+from hybrid.protocols import Backbone, Drafter, DraftState
+from hybrid.sampling import argmax
+from hybrid.types import Mode, Plan, SequenceState, Write
+
+# Long enough that attention counts, short enough for the smallest context.
+_PREFIX = 64
+
+
+class PassTimer:
+    """Runs passes over a short random text and tells the milliseconds; nothing of it is kept."""
+
+    def __init__(self, backbone: Backbone, drafter: Drafter, *, num_runs: int = 3) -> None:
+        """Keep the parts.
+
+        Args:
+            backbone: the target.
+            drafter: of the draft passes.
+            num_runs: of each pass; the median counts, and one more warms up.
+        """
+        self._backbone, self._drafter, self._num_runs = backbone, drafter, num_runs
+
+    def target_ms(
+        self, num_rows: int, num_tokens: int, points: int = 0, num_slots: int = 0
+    ) -> float:
+        """Return the time of a target pass, the choice of tokens included.
+
+        Args:
+            num_rows: rows of the batch.
+            num_tokens: of each row, the anchor's among them.
+            points: groups of slots that each row carries, at most `num_tokens`.
+            num_slots: tokens that each group drafts.
+        """
+        backbone = self._backbone
+        state = self._state(num_rows, num_tokens + points * (num_slots + 1))
+        inputs = torch.ones(num_rows, num_tokens, dtype=torch.long, device=backbone.device)
+        starts = [row.cached_len for row in state.rows]
+        positions = torch.tensor(starts, device=backbone.device)[:, None] + torch.arange(
+            num_tokens, device=backbone.device
+        )
+        carry = getattr(self._drafter, "carry", None)
+        carried = None
+        if points and carry is not None:
+            carried = carry(state, inputs, [tuple(range(points))] * num_rows, num_slots)
+
+        def run() -> None:
+            out = backbone.forward(
+                inputs,
+                positions,
+                causal(starts, num_tokens),
+                state.cache,
+                [row.row for row in state.rows],
+                taps=self._drafter.taps,
+                carried=carried,
+            )
+            assert out.logits is not None
+            argmax(out.logits).tolist()  # the device has to be done
+
+        return self._time(run)
+
+    def draft_ms(self, num_rows: int, num_tokens: int) -> float:
+        """Return the time of a draft of so many tokens per row."""
+        state = self._state(num_rows, num_tokens + 1)
+        plan = Plan(Mode.SPECULATIVE, num_tokens)
+        return self._time(lambda: self._drafter.draft(state, plan).tokens.tolist())
+
+    def _state(self, num_rows: int, width: int) -> DraftState:
+        """Return rows with a cached text, and scratch for `width` tokens."""
+        backbone = self._backbone
+        length = min(_PREFIX, backbone.max_seq_len // 2, backbone.prefill_chunk)
+        draw = torch.Generator().manual_seed(0)
+        text = torch.randint(backbone.vocab_size, (num_rows, length + 1), generator=draw)
+        cache = backbone.new_cache(num_rows, length + width)
+        out = backbone.forward(
+            text[:, :length].to(backbone.device),
+            torch.arange(length, device=backbone.device).expand(num_rows, -1),
+            causal([0] * num_rows, length),
+            cache,
+            range(num_rows),
+            write=Write.COMMIT,
+            num_logits=0,
+            taps=self._drafter.taps,
+        )
+        rows = [
+            SequenceState(index, tokens, 1, SamplingParams(), torch.Generator())
+            for index, tokens in enumerate(text.tolist())
+        ]
+        hidden = {layer: values[:, -1] for layer, values in out.hidden.items()}
+        return DraftState(rows, cache, hidden)
+
+    def _time(self, run: Callable[[], object]) -> float:
+        run()
+        times = []
+        for _ in range(self._num_runs):
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+        return 1000 * median(times)
