@@ -5,8 +5,8 @@ of decode (bonus included, prefill excluded); acceptance rate = accepted / draft
 committed by decode steps / all backbone passes of decode, draft and denoising passes included;
 total TPF counts the prefill and its token too. What was denoised has no acceptance length. Tokens
 that were committed unverified count as accepted; `num_unverified_disagreeing` adds up the
-probabilities with which the target would have rejected them. `forwards_by_mode` splits the passes of
-decode, draft passes included, by the mode of their step.
+probabilities with which the target would have rejected them. `forwards_by_mode` splits the passes
+of decode, draft passes included, by the mode of their step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class RowMeter:
         num_unverified = min(row.num_unverified, len(row.tokens))  # a stop rule may end it before
         self._unverified += num_unverified
         self._disagreeing += sum(row.disagreements[:num_unverified])
-        passes = record.num_draft_forwards + record.num_verify_forwards + record.num_denoise_forwards
+        passes = (
+            record.num_draft_forwards + record.num_verify_forwards + record.num_denoise_forwards
+        )
         mode = record.mode if record.mode == Mode.DIFFUSION else row.mode
         self._by_mode[mode.value] += passes
         if row.num_drafted:

@@ -70,7 +70,7 @@ def _markdown(name: str, line: int, document: Mapping[str, Any]) -> str:
         remarks, rows = remarks_of(document), document.get("rows", ())
         if rows and not any("by_category" in row for row in rows):
             remarks.append("This line holds no categories.")
-        tables = [_table(table) for table in tables_of(document)]
+        tables = [markdown_table(table) for table in tables_of(document)]
         return "\n\n".join([_source(name, line, document), *tables, *remarks])
     except (KeyError, TypeError) as error:
         raise ConfigError(
@@ -91,7 +91,8 @@ def _source(name: str, line: int, document: Mapping[str, Any]) -> str:
     return f"{', '.join(parts)}. {machine_of(document)}."
 
 
-def _table(table: TextTable) -> str:
+def markdown_table(table: TextTable) -> str:
+    """Return a table as Markdown, its title above it."""
     align = ["---"] + ["---:"] * (len(table.columns) - 1)
     rows = ([cell.replace("|", "\\|") for cell in row] for row in table.rows)
     lines = ["| " + " | ".join(cells) + " |" for cells in (table.columns, align, *rows)]

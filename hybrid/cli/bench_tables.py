@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +39,21 @@ def _append(path: Path, line: str) -> None:
 
 
 def print_tables(document: Mapping[str, Any]) -> None:
-    """Print what the JSON document holds, for people."""
+    """Print what the JSON document of a benchmark holds, for people."""
+    print_text(tables_of(document), [*remarks_of(document), machine_of(document)])
+
+
+def print_text(tables: Sequence[TextTable], remarks: Sequence[str]) -> None:
+    """Print tables and the sentences below them as the terminal or pipe is."""
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
         # A reader of a pipe has lines of any length; wrapped cells would help nobody.
         console = Console(highlight=False, width=_ENDLESS)
-    for table in tables_of(document):
+    for table in tables:
         _print_table(console, table)
-    for line in (*remarks_of(document), machine_of(document)):
+    for line in remarks:
         console.print(line, markup=False, soft_wrap=True)
 
 

@@ -14,10 +14,10 @@ import torch
 from pydantic_core import to_jsonable_python
 
 from hybrid.errors import CheckpointError, ConfigError
+from hybrid.files import locked, replacing, write_json
 from hybrid.models.fetch import DEFAULT_MODEL
 from hybrid.models.store import DEFAULT_NAME, resolve
 from hybrid.training.config import TrainConfig
-from hybrid.training.files import locked, replacing, write_json
 
 # These change nothing about the result; the data is known by its SHA-256.
 _FREE = {

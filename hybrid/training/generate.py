@@ -20,11 +20,11 @@ from pydantic import Field
 from hybrid.config import Config
 from hybrid.decoder import HybridDecoder
 from hybrid.errors import CapacityError, CheckpointError, ConfigError
+from hybrid.files import locked, write_json
 from hybrid.params import SamplingParams
 from hybrid.prompt_files import numbered_lines, parse, prompt_ids, read_bytes
 from hybrid.training.batches import decode_in_order
 from hybrid.training.config import Positive
-from hybrid.training.files import locked, write_json
 from hybrid.training.prompts import Prompt, Prompts, prompt_key
 from hybrid.training.recipe import generator
 from hybrid.types import SequenceState

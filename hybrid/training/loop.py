@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid import pictures
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.training import plot
 from hybrid.training.checkpoint import (
@@ -271,7 +272,7 @@ def _finish(run: _Run) -> Path:
     if run.accelerator.is_main_process:
         output = run.recipe.config.output
         exported = str(run.recipe.export(output))
-        if plot.is_available():
+        if pictures.is_available():
             plot.plot_metrics(output)
     return Path(_from_main_process(run, exported))
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hybrid.errors import ConfigError
+from hybrid.pictures import new_figure, save_figure
 from hybrid.training.checkpoint import read_metrics
-from hybrid.training.files import replacing
 
 Rows = Sequence[dict[str, Any]]
-
-
-def is_available() -> bool:
-    """Return whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
 
 
 def plot_metrics(folder: Path) -> Path:
@@ -36,24 +30,15 @@ def plot_metrics(folder: Path) -> Path:
     rows = read_metrics(folder)
     if not rows:
         raise ConfigError(f"{folder} has no metrics.jsonl with steps, expected a training run.")
-    try:
-        from matplotlib.figure import Figure  # no pyplot: it keeps global state
-    except ImportError as error:
-        raise ConfigError(
-            "Plots need matplotlib, which is not installed: pip install 'hybrid-decoder[plot]'"
-        ) from error
     measured = [draw for name, draw in _HELD_OUT.items() if any(name in row for row in rows)]
     panels = [_plot_loss, _plot_rate, *measured]
-    figure = Figure(figsize=(8, 2.4 * len(panels)), layout="constrained")
+    figure = new_figure(8, 2.4 * len(panels))
     every = figure.subplots(len(panels), sharex=True)
     for axes, draw in zip(every, panels, strict=True):
         draw(axes, rows)
         axes.grid(alpha=0.3)
     every[-1].set_xlabel("step")
-    path = folder / "metrics.png"
-    with replacing(path) as part:
-        figure.savefig(part, format="png", dpi=120)
-    return path
+    return save_figure(figure, folder / "metrics.png")
 
 
 def _plot_loss(axes: Any, rows: Rows) -> None:

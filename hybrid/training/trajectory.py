@@ -17,7 +17,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
-from hybrid.training.files import replacing
+from hybrid.files import replacing
 
 # (input_ids [B, T], prompt_lens [B]) -> logits [B, T, V]; a row is prompt, response, padding.
 Denoiser = Callable[[Tensor, Tensor], Tensor]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid import pictures
 from hybrid.cli import train
 from hybrid.config import parse_setting
 from hybrid.models.tiny import tiny_checkpoint
@@ -202,7 +203,7 @@ def test_says_once_that_there_is_no_plot(
     run: Run, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for can in (False, True):
-        monkeypatch.setattr(plot, "is_available", lambda can=can: can)
+        monkeypatch.setattr(pictures, "is_available", lambda can=can: can)
         monkeypatch.setattr(plot, "plot_metrics", lambda folder: None)
         code, out, err = run(*words)
         assert (code, out) == (0, f"{tmp_path / 'run' / 'adapter'}\n")

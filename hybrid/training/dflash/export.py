@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save
 
 from hybrid import __version__
+from hybrid.files import replacing, write_json
 from hybrid.models.dflash import DFlashModel
 from hybrid.models.dflash_files import dflash_config
 from hybrid.models.store import public_name
 from hybrid.training.checkpoint import last_evaluation
 from hybrid.training.dflash.config import DFlashConfig
-from hybrid.training.files import replacing, write_json
 
 _TEMPLATE = """---
 base_model: {base}

@@ -16,11 +16,11 @@ import torch
 
 from hybrid import __version__
 from hybrid.errors import CheckpointError
+from hybrid.files import replacing
 from hybrid.models.store import DEFAULT_NAME, public_name
 from hybrid.revision import Revision, git_revision
 from hybrid.training.checkpoint import last_evaluation
 from hybrid.training.data import data_sha256
-from hybrid.training.files import replacing
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
 
 _FLAGS = {"data", "output", "model", "steps", "learning_rate", "seed"}  # the others go by --set

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from hybrid.files import replacing, write_json
 from hybrid.models.draft_config import PEFT_PREFIX, DraftConfig
-from hybrid.training.files import replacing, write_json
 
 
 def save_adapter(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybrid import pictures
 from hybrid.errors import ConfigError
 from hybrid.training import plot
 from hybrid.training.plot import plot_metrics
@@ -72,6 +73,6 @@ def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
 def test_matplotlib_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert not plot.is_available()
+    assert not pictures.is_available()
     with pytest.raises(ConfigError, match=r"hybrid-decoder\[plot\]"):
         plot_metrics(write(tmp_path, rows()))

@@ -24,6 +24,7 @@ from toy_recipe import (
     weights,
 )
 
+from hybrid import pictures
 from hybrid.errors import ConfigError
 from hybrid.training import plot
 from hybrid.training.loop import learning_rate, this_process, train
@@ -206,6 +207,6 @@ def test_draws_its_curves_if_it_can(make: Make, monkeypatch: pytest.MonkeyPatch)
     recipe, drawn = make(), []
     monkeypatch.setattr(plot, "plot_metrics", drawn.append)
     for can in (False, True):
-        monkeypatch.setattr(plot, "is_available", lambda can=can: can)
+        monkeypatch.setattr(pictures, "is_available", lambda can=can: can)
         train(recipe)
         assert drawn == [recipe.config.output] * can

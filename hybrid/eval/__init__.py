@@ -1,0 +1,1 @@
+"""Quality against parallelism: tasks with answers, cells of strategy and task, curves, a gate."""
