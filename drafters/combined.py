@@ -106,6 +106,7 @@ class CombinedDrafter:
         self.taps = self._diffusion.taps
         self.max_draft_tokens = self._diffusion.max_draft_tokens
         self.preferred_draft_tokens = self._diffusion.preferred_draft_tokens
+        self.can_carry = self._diffusion.can_carry
         config = adapter.config
         self._prior_cost = config.num_passes * (1 - config.entry_layer / backbone.num_layers)
         # Elsewhere a pass returns before it has run, so its time is not in the record.
@@ -137,7 +138,7 @@ class CombinedDrafter:
         tokens: Tensor,
         points: Sequence[Sequence[int]],
         num_slots: int,
-    ) -> Carried | None:
+    ) -> Carried:
         """Let the next draft ride in a target pass; see `CarryingDrafter.carry`."""
         return self._diffusion.carry(state, tokens, points, num_slots)
 

@@ -74,6 +74,8 @@ class SelfDiffusionDrafter:
         if block_size is None:
             self.preferred_draft_tokens = config.preferred_draft_tokens or most
         self._threshold = threshold
+        # A second pass would have to be told what the first one found.
+        self.can_carry = threshold == 0 and config.num_passes == 1
         # Elsewhere a row of a verify pass costs next to nothing, and looking costs a host sync.
         heeds = stops_early and backbone.device.type == "cpu"
         self._floor = config.confidence_floor if heeds else 0.0
@@ -115,7 +117,7 @@ class SelfDiffusionDrafter:
         tokens: Tensor,
         points: Sequence[Sequence[int]],
         num_slots: int,
-    ) -> Carried | None:
+    ) -> Carried:
         """Let the next draft ride in a target pass; see `CarryingDrafter.carry`.
 
         The group of point j is the draft pass that would follow if the target accepted j tokens:
@@ -123,8 +125,6 @@ class SelfDiffusionDrafter:
         reached when the slots enter are zero.
         """
         config = self._adapter.config
-        if self._threshold > 0 or config.num_passes > 1:
-            return None  # a later pass would have to be told what an earlier one found
         most = max(map(len, points))
         # A row with fewer points repeats point 0; nobody reads those groups.
         table = [[*own, *[0] * (most - len(own))] for own in points]  # [B][G]

@@ -12,16 +12,21 @@ from hybrid import registry
 from hybrid.errors import ConfigError
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.params import SamplingParams
-from hybrid.protocols import Backbone, CarryingDrafter, Drafter, Router, Verifier
+from hybrid.protocols import Backbone, Drafter, Router, Verifier, can_carry
 from hybrid.router.fixed import FixedRouter
-from hybrid.strategy import VerifiedPreset
+from hybrid.routing import Routing
+from hybrid.strategy import Hybrid, VerifiedPreset
 from hybrid.types import Context, Mode
 
 _MODES = {"two-pass": Mode.SPECULATIVE, "fused": Mode.FUSED, "one-pass": Mode.ONE_PASS}
 
 
 class Parts:
-    """What a decoder drafts and verifies with."""
+    """What a decoder drafts and verifies with.
+
+    Attributes:
+        routing: makes the routers of strategy "hybrid".
+    """
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class Parts:
                 "To decode without a draft use strategy='ar'."
             )
         self._num_draft_tokens = num_draft_tokens
+        self.routing = Routing(backbone, adapter, model_name)
         if drafter is None:
             drafter = _usual_drafter(backbone, adapter)
         if isinstance(drafter, str) and drafter.startswith("dflash:"):
@@ -86,7 +92,12 @@ class Parts:
         return tuple(token for token in known if token is not None)
 
     def drafter(
-        self, name: str | None = None, *, block_size: int | None = None, threshold: float = 0.0
+        self,
+        name: str | None = None,
+        *,
+        block_size: int | None = None,
+        threshold: float = 0.0,
+        may_stop: bool = True,
     ) -> Drafter:
         """Return the drafter of a name, by default the decoder's own.
 
@@ -94,6 +105,7 @@ class Parts:
             name: see `hybrid list drafters`.
             block_size: see `SelfDiffusionDrafter`; others take no notice.
             threshold: likewise.
+            may_stop: a draft may end early by the drafter's own rule.
 
         Raises:
             ConfigError: unknown, or it lacks what it needs.
@@ -110,7 +122,7 @@ class Parts:
         if drafter == "ngram" and self._num_draft_tokens is not None:
             return make(max_draft_tokens=self._num_draft_tokens)
         # Who asks for K tokens gets K; the adapter's own K may end earlier.
-        stops_early = self._num_draft_tokens is None
+        stops_early = may_stop and self._num_draft_tokens is None
         if drafter == "self-diffusion":
             return make(
                 self._backbone,
@@ -151,8 +163,16 @@ class Parts:
             name = "greedy" if params.is_greedy else "rejection"
         return registry.load("verifier", name)()
 
-    def of_preset(self, name: str, settings: VerifiedPreset) -> tuple[Drafter, Router]:
-        """Return what a preset drafts with, and how much.
+    def of_preset(
+        self, name: str, settings: VerifiedPreset, params: SamplingParams, batch: int
+    ) -> tuple[Drafter, Router]:
+        """Return what a preset drafts with, and what decides how much.
+
+        Args:
+            name: of the preset.
+            settings: of the preset.
+            params: of the requests.
+            batch: their number.
 
         Raises:
             ConfigError: the drafter cannot do what the preset asks for.
@@ -174,7 +194,10 @@ class Parts:
             )
         size = getattr(settings, "block_size", None)
         threshold = getattr(settings, "threshold", 0.0)
-        drafter = self.drafter(settings.drafter, block_size=size, threshold=threshold)
+        is_routed = isinstance(settings, Hybrid)  # then the router alone ends drafts
+        drafter = self.drafter(
+            settings.drafter, block_size=size, threshold=threshold, may_stop=not is_routed
+        )
         if threshold and drafter.name != "self-diffusion":
             raise ConfigError(
                 f"threshold: got {threshold}, but drafter {drafter.name!r} drafts in one pass. "
@@ -182,18 +205,22 @@ class Parts:
             )
         self._check_count(drafter, settings.num_draft_tokens, "block_size - 1")
         preferred: int = getattr(drafter, "preferred_draft_tokens", drafter.max_draft_tokens)
+        if isinstance(settings, Hybrid) and settings.cost == "forwards":
+            preferred = drafter.max_draft_tokens  # a wider pass costs no more
         count = settings.num_draft_tokens or self._num_draft_tokens or preferred
+        if isinstance(settings, Hybrid):
+            return drafter, self.routing.router(settings, drafter, count, params, batch)
         mode = _MODES[getattr(settings, "mode", "two-pass")]
         if mode != Mode.SPECULATIVE:
-            self._require_carrying(drafter, name, threshold)
+            self._require_carrying(drafter, name)
         return drafter, FixedRouter(count, mode)
 
-    def _require_carrying(self, drafter: Drafter, name: str, threshold: float) -> None:
-        if not isinstance(drafter, CarryingDrafter) or threshold:
+    def _require_carrying(self, drafter: Drafter, name: str) -> None:
+        if not can_carry(drafter):
             raise ConfigError(
-                f"strategy {name!r}: drafter {drafter.name!r}{' with a threshold' * bool(threshold)} "
-                "cannot draft within a target pass, expected 'self-diffusion' or 'combined' with one "
-                "pass per draft. Use mode=two-pass."
+                f"strategy {name!r}: drafter {drafter.name!r} cannot draft within a target pass, "
+                "expected 'self-diffusion' or 'combined' with one pass per draft. Use "
+                "mode=two-pass."
             )
 
     def _check_count(self, drafter: Drafter, count: int | None, what: str) -> None:

@@ -33,8 +33,9 @@ from hybrid.strategy import (
     fitting,
     refuse,
     resolve,
+    with_risk,
 )
-from hybrid.types import StepRecord, StreamEvent
+from hybrid.types import SequenceState, StepRecord, StreamEvent
 
 Steps = Generator[StepRecord, None, None]
 
@@ -153,6 +154,10 @@ class HybridDecoder:
         """Names of the presets that this model can run."""
         return fitting(self.backbone)
 
+    def identity(self) -> tuple[str, str | None]:
+        """Return what profiles call the model and its adapter."""
+        return self._parts.routing.identity()
+
     def resolve_strategy(
         self, strategy: str | Strategy | None = None, *, allow_unverified: bool = False
     ) -> Strategy:
@@ -169,6 +174,7 @@ class HybridDecoder:
         params: SamplingParams | None = None,
         *,
         strategy: str | Strategy | None = None,
+        risk: float | None = None,
         allow_unverified: bool = False,
         **fields: Any,
     ) -> Any:
@@ -180,6 +186,8 @@ class HybridDecoder:
             params: sampling and stopping; the default is greedy, 256 tokens.
             strategy: a name or `Strategy.preset(...)` (`hybrid list presets`); None is what the
                 weights are meant for: "speculative", which is lossless, for AR models.
+            risk: of strategy "hybrid": share of tokens that may be committed although AR decoding
+                would have chosen others.
             allow_unverified: let a block-causal model verify, which was never trained to.
             **fields: single fields of `SamplingParams`, on top of `params`.
 
@@ -194,7 +202,7 @@ class HybridDecoder:
         requests, events = self._start(
             list(prompt) if several else [prompt],
             params,
-            strategy,
+            with_risk(strategy, risk),
             fields,
             text=False,
             allow_unverified=allow_unverified,
@@ -210,6 +218,7 @@ class HybridDecoder:
         params: SamplingParams | None = None,
         *,
         strategy: str | Strategy | None = None,
+        risk: float | None = None,
         allow_unverified: bool = False,
         **fields: Any,
     ) -> Generator[StreamEvent, None, None]:
@@ -224,7 +233,12 @@ class HybridDecoder:
         if is_batch(prompt):
             raise ConfigError("stream: got a list of prompts, expected one. Use generate().")
         _, events = self._start(
-            [prompt], params, strategy, fields, text=True, allow_unverified=allow_unverified
+            [prompt],
+            params,
+            with_risk(strategy, risk),
+            fields,
+            text=True,
+            allow_unverified=allow_unverified,
         )
         return events
 
@@ -296,7 +310,7 @@ class HybridDecoder:
         params: SamplingParams,
     ) -> Steps:
         """Return the steps of drafts that the target verifies."""
-        drafter, router = self._parts.of_preset(name, settings)
+        drafter, router = self._parts.of_preset(name, settings, params, len(requests))
         longest = max(len(request.state.tokens) for request in requests)
         width = 1 + drafter.max_draft_tokens + router.max_points * (router.num_slots + 1)
         cache = self._cache(len(requests), longest + params.max_new_tokens + width)
@@ -309,7 +323,14 @@ class HybridDecoder:
             rules={request.state.row: request.rule for request in requests},
             barred=self._parts.barred(settings),
         )
-        return run(engine, [request.state for request in requests])
+        return self._taught(engine, [request.state for request in requests])
+
+    def _taught(self, engine: Engine, rows: list[SequenceState]) -> Steps:
+        """Run the loop; what it teaches about costs and disagreement is for the next call."""
+        try:
+            yield from run(engine, rows)
+        finally:
+            self._parts.routing.remember(engine.router, len(rows), engine.drafter, engine.history)
 
     def _denoise(
         self,

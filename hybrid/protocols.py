@@ -315,7 +315,13 @@ class ContextDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class CarryingDrafter(Drafter, Protocol):
-    """A drafter whose slots can ride in a target pass. Whatever has `carry` is one."""
+    """A drafter whose slots can ride in a target pass.
+
+    Attributes:
+        can_carry: False where its settings forbid it: several passes per draft.
+    """
+
+    can_carry: bool
 
     def carry(
         self,
@@ -323,7 +329,7 @@ class CarryingDrafter(Drafter, Protocol):
         tokens: Tensor,
         points: Sequence[Sequence[int]],
         num_slots: int,
-    ) -> Carried | None:
+    ) -> Carried:
         """Return the slots of the next draft, for every point of every row.
 
         Args:
@@ -331,11 +337,13 @@ class CarryingDrafter(Drafter, Protocol):
             tokens: [B, 1 + K] what the pass feeds: anchors and drafted tokens.
             points: of each row, see `Route`. Rows may have different numbers, some none.
             num_slots: tokens that each group drafts.
-
-        Returns:
-            None when this drafter cannot carry.
         """
         ...
+
+
+def can_carry(drafter: Drafter) -> bool:
+    """Return whether the drafter's slots can ride in a target pass."""
+    return bool(getattr(drafter, "can_carry", False))
 
 
 @runtime_checkable

@@ -34,8 +34,8 @@ PRESETS: Mapping[str, str] = MappingProxyType(
     {
         "ar": "hybrid.strategy:Ar",
         "speculative": "hybrid.strategy:Speculative",
+        "hybrid": "hybrid.strategy:Hybrid",
         "ngram": "hybrid.strategy:Ngram",
-        "auto": "hybrid.strategy:Auto",
         "dflash": "hybrid.strategy:DFlash",
         "llada": "hybrid.drafters.denoise.presets:LLaDA",
         "dream": "hybrid.drafters.denoise.presets:Dream",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -20,6 +21,9 @@ from hybrid.decode.policies import DenoisePreset
 from hybrid.errors import ConfigError, did_you_mean
 from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone
+from hybrid.router.config import ROUTED
+from hybrid.router.profile import Profile
+from hybrid.types import Mode
 
 # Fields of `SamplingParams` that mean something for tokens from left to right alone, and those that
 # change the distribution of a token.
@@ -31,7 +35,7 @@ LEFT_TO_RIGHT = (
     "logprobs",
 )
 OF_A_LAW = ("temperature", "top_k", "top_p", "min_p")
-VERIFIED = ("ar", "speculative", "ngram", "auto", "dflash")
+VERIFIED = ("ar", "speculative", "hybrid", "ngram", "dflash")
 
 
 class VerifiedPreset(Config):
@@ -40,12 +44,10 @@ class VerifiedPreset(Config):
     Attributes:
         drafter: name of what proposes; None is the decoder's own.
         needs: name of the drafter that the decoder must have been given.
-        is_adaptive: drafts only while that is the faster way here.
     """
 
     drafter: ClassVar[str | None] = None
     needs: ClassVar[str | None] = None
-    is_adaptive: ClassVar[bool] = False
 
     @property
     def num_draft_tokens(self) -> int | None:
@@ -84,10 +86,27 @@ class Ngram(VerifiedPreset):
     drafter: ClassVar[str | None] = "ngram"
 
 
-class Auto(VerifiedPreset):
-    """Drafts only while that is the faster way here; output as ar."""
+class Hybrid(VerifiedPreset):
+    """Chooses mode, length and trust step by step, by what they cost here; as ar at risk 0.
 
-    is_adaptive: ClassVar[bool] = True
+    Attributes:
+        risk: share of unverified tokens that AR would not have chosen; 0 verifies every token.
+        profile: from `hybrid calibrate`, a file or a `Profile`; None is the adapter's own. Needed
+            where `risk` is above 0.
+        cost: "measured" milliseconds, or "forwards": every pass costs 1, as on a device that a
+            single row leaves idle. The second needs no clock and repeats exactly.
+        block_size: anchor and drafted tokens together; None is the drafter's own choice.
+        modes: what a step may be; AR always may.
+        is_monitored: go back to stricter thresholds, and to verifying, where more disagrees than
+            `risk` allows. Only a calibration does without.
+    """
+
+    risk: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    profile: Path | Profile | None = None
+    cost: Literal["measured", "forwards"] = "measured"
+    block_size: Annotated[int, Field(ge=2)] | None = None
+    modes: tuple[Mode, ...] = ROUTED
+    is_monitored: bool = True
 
 
 class DFlash(VerifiedPreset):
@@ -160,6 +179,22 @@ def resolve(strategy: str | Strategy | None, backbone: Backbone, *, unverified: 
         hint = f"For this model: {others}." if others else "No preset runs this model."
         raise ConfigError(f"strategy {strategy.name!r}: {problem} {hint}")
     return strategy
+
+
+def with_risk(strategy: str | Strategy | None, risk: float | None) -> str | Strategy | None:
+    """Return the strategy with another `risk`; strategy "hybrid" where only a risk is given.
+
+    Raises:
+        ConfigError: a strategy that knows no risk, or a value outside its range.
+    """
+    if risk is None:
+        return strategy
+    if strategy is None or strategy == "hybrid":
+        return Strategy.preset("hybrid", risk=risk)
+    if isinstance(strategy, Strategy) and isinstance(strategy.settings, Hybrid):
+        return Strategy(strategy.name, strategy.settings.replace(risk=risk))
+    name = strategy.name if isinstance(strategy, Strategy) else strategy
+    raise ConfigError(f"risk: got {risk} for strategy {name!r}, expected 'hybrid'. Leave one out.")
 
 
 def fitting(backbone: Backbone) -> tuple[str, ...]:

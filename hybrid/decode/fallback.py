@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from hybrid.errors import ProposalError
-from hybrid.protocols import Carried, DraftState
+from hybrid.protocols import Carried, CarryingDrafter, DraftState, can_carry
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 if TYPE_CHECKING:
@@ -52,15 +52,14 @@ def carry_or_nothing(
     Warns:
         DrafterWarning: the drafter raised; once per call of `generate` or `stream`.
     """
-    carry = getattr(engine.drafter, "carry", None)
-    if carry is None or not any(points) or engine.router.num_slots == 0:
+    if not any(points) or not can_carry(engine.drafter):
         return None
+    carrying = cast(CarryingDrafter, engine.drafter)
     try:
-        carried: Carried | None = carry(state, tokens, points, engine.router.num_slots)
+        return carrying.carry(state, tokens, points, engine.router.num_slots)
     except Exception as error:  # noqa: BLE001 - as above
         _warn(engine, error)
         return None
-    return carried
 
 
 def reset_or_nothing(engine: Engine) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import cast
 
 import torch
 
 from hybrid.attention.pattern import causal
 from hybrid.params import SamplingParams
-from hybrid.protocols import Backbone, Drafter, DraftState
+from hybrid.protocols import Backbone, CarryingDrafter, Drafter, DraftState, can_carry
 from hybrid.sampling import argmax
 from hybrid.types import Mode, Plan, SequenceState, Write
 
@@ -42,7 +43,7 @@ class PassTimer:
         Args:
             num_rows: rows of the batch.
             num_tokens: of each row, the anchor's among them.
-            points: groups of slots that each row carries, at most `num_tokens`.
+            points: groups of slots that each row carries; where they stand costs nothing.
             num_slots: tokens that each group drafts.
         """
         backbone = self._backbone
@@ -52,10 +53,11 @@ class PassTimer:
         positions = torch.tensor(starts, device=backbone.device)[:, None] + torch.arange(
             num_tokens, device=backbone.device
         )
-        carry = getattr(self._drafter, "carry", None)
         carried = None
-        if points and carry is not None:
-            carried = carry(state, inputs, [tuple(range(points))] * num_rows, num_slots)
+        if points and can_carry(self._drafter):
+            drafter = cast(CarryingDrafter, self._drafter)
+            groups = tuple(min(j, num_tokens - 1) for j in range(points))
+            carried = drafter.carry(state, inputs, [groups] * num_rows, num_slots)
 
         def run() -> None:
             out = backbone.forward(

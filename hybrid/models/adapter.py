@@ -105,7 +105,10 @@ class DiffusionAdapter:
             small products more cost as much as a large one, and a draft may round as it likes.
         draft_input: how rows of token ids enter `config.entry_layer`.
         head: what turns a slot's last hidden state into tokens.
+        folder: where it was loaded from, None otherwise.
     """
+
+    folder: Path | None = None
 
     def __init__(
         self,
@@ -282,9 +285,11 @@ def load_adapter(backbone: NativeBackbone, path: str | Path) -> DiffusionAdapter
     folder = Path(path)
     if is_peft(folder) and backbone.mask_token_id is not None:
         updates = read_updates(folder, FAMILIES[backbone.spec.family].names)
-        return _plain_drafts(backbone, updates)
-    config, tensors = read_adapter(folder)
-    return DiffusionAdapter(backbone, config, tensors)
+        adapter = _plain_drafts(backbone, updates)
+    else:
+        adapter = DiffusionAdapter(backbone, *read_adapter(folder))
+    adapter.folder = folder
+    return adapter
 
 
 def own_drafts(backbone: Backbone) -> DiffusionAdapter:
