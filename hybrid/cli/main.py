@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "hybrid.cli.bench:bench",
     "eval": "hybrid.cli.eval:evaluate",
     "sweep": "hybrid.cli.sweep:sweep",
+    "explain": "hybrid.cli.explain:explain",
     "calibrate": "hybrid.cli.calibrate:calibrate",
     "data": "hybrid.cli.data:app",
     "train": "hybrid.cli.train:app",

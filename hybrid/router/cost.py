@@ -16,7 +16,7 @@ from hybrid.types import StepRecord
 
 Knots = tuple[tuple[float, float], ...]
 
-_DRIFT_GAIN = 1 / 16  # of the correction that all shapes share
+_DRIFT_GAIN = 1 / 8  # of the correction that all shapes share
 _FACTOR_WEIGHT = 4  # steps that a shape's own correction is worth at first
 _LARGEST_SURPRISE = 1.5  # a step that was interrupted is not evidence of more than this
 
@@ -102,7 +102,8 @@ class CostModel:
             raise ConfigError(
                 f"cost: got {list(times)}, expected a step that neither drafts nor carries."
             )
-        plain, carrying, drafting = [], [], []
+        kinds: tuple[list[tuple[StepShape, float]], ...] = ([], [], [])
+        plain, carrying, drafting = kinds
         for shape, several in times.items():
             kind = drafting if shape.drafting else carrying if shape.groups else plain
             kind.append((shape, median(several)))

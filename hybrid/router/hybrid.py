@@ -6,13 +6,13 @@ Next: hybrid/router/choice.py, the choice; hybrid/router/memory.py, what it is m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybrid.errors import ConfigError
 from hybrid.router.acceptance import CARRIED, COPIED, FRESH
 from hybrid.router.choice import Explanation, Option, best_options, cut_in_order
-from hybrid.router.config import RouterConfig
+from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape
 from hybrid.router.memory import AR, Memory, watched
 from hybrid.router.monitor import RiskMonitor
@@ -98,6 +98,7 @@ class HybridRouter:
         self._nominal, self.first_costs = nominal, first.to_dict()
         self._modes = (Mode.SPECULATIVE, *config.carrying_modes)
         self.explanations: tuple[Explanation, ...] = ()
+        self._num_seen = 0
         self._forget()
 
     @property
@@ -160,7 +161,7 @@ class HybridRouter:
             memory = self._memory(group, len(rows), history)
             key = tuple(row.row for row in group)
             explanation = by_rows.setdefault(key, Explanation(key, {}))
-            explanation.rate, explanation.worth = memory.rate, memory.worth
+            explanation.worth = memory.worth
             if self._is_own(group[0]):
                 found = [self._route_own(memory, group[0], own[key[0]], explanation)]
             else:
@@ -198,8 +199,9 @@ class HybridRouter:
                 )
         else:
             if self._shared is None:
+                decoded = (len(r.rows) for r in history if r.mode in ROUTED)
                 costs = CostModel.from_dict(self.first_costs)
-                self._shared = Memory(self.config, costs, self.profile, batch=batch)
+                self._shared = Memory(self.config, costs, self.profile, batch=next(decoded, batch))
             memory = self._shared
         memory.fold(history)
         return memory
@@ -226,11 +228,11 @@ class HybridRouter:
             choices = {}  # a sampled row is always drafted
         if FRESH in values:
             # A pass for some rows costs less than the share that the others would have borne.
-            fresh, whole = values[FRESH], memory.costs.ms
+            fresh, ms, batch = values[FRESH], memory.costs.ms, len(rows)
             if num_bare:
-                pass_ms = whole(StepShape(len(rows), drafting=len(rows))) - memory.ar_ms
-                some_ms = whole(StepShape(len(rows), drafting=num_bare)) - memory.ar_ms
-                spared = memory.rate * (pass_ms * num_bare / len(rows) - some_ms)
+                share = ms(StepShape(batch, drafting=batch)) - ms(StepShape(batch))
+                some = ms(StepShape(batch, drafting=num_bare)) - ms(StepShape(batch))
+                spared = memory.rate(batch) * (share * num_bare / batch - some)
                 choices[DRAFT] = held + num_bare * fresh + (spared if reuse else 0.0)
             if reuse:
                 choices[DRAFT_AFRESH] = len(rows) * fresh
@@ -279,6 +281,7 @@ class HybridRouter:
         is_carried = any(draft.first_slot > 1 for draft in drafts)
         is_trial = trial == FRESH or (is_carried and memory.is_trying(CARRIED))
         prices = memory.prices(shape.rows, shape.drafting)
+        explanation.rate = prices.rate
         options = best_options(odds, prices, modes, least=int(is_trial))
         chosen = max(options, key=lambda option: option.value)
         if trial == AR:
@@ -303,6 +306,7 @@ class HybridRouter:
                 explanation.threshold = profile.thresholds[monitor.level].threshold
         odds[:sure] = [1.0] * sure
         prices = memory.prices(1, int(draft.first_slot == 1))
+        explanation.rate = prices.rate
         modes = self._modes if _num_left(row) > 2 else self._modes[:1]
         options = cut_in_order(odds, typical, prices, modes, sure)
         chosen = max(options, key=lambda option: option.value)
@@ -336,7 +340,7 @@ class HybridRouter:
         }
 
     @classmethod
-    def from_header(cls, data: dict[str, Any]) -> HybridRouter:
+    def from_header(cls, data: Mapping[str, Any]) -> HybridRouter:
         """Return the router that `header` describes, before the first step.
 
         Raises:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hybrid.router.acceptance import CARRIED, COPIED, FRESH, AcceptanceModel, outcomes
 from hybrid.router.choice import Option, Prices, best_options
-from hybrid.router.config import RouterConfig
+from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape, shape_of
 from hybrid.router.monitor import RiskMonitor
 from hybrid.router.profile import Profile
@@ -23,6 +23,7 @@ _START_STEPS = 8.0  # AR steps that the speed of AR is worth as a prior
 _UNUSED = 8  # steps after which an arm counts as out of use
 _IN_USE = 3  # steps after which an arm that was tried counts as in use
 _PATIENCE, _MOST_VAIN = 1.7, 8  # a trial in vain prolongs the time to the next by this, so often
+_NO_COPIES = 0.99  # share of drafts from a pass above which copies are left out of the account
 _EVERY_STEP, _REFRESH = 16, 4  # the outlook is renewed in the first steps, then in each fourth
 
 
@@ -88,23 +89,17 @@ class Memory:
     def fold(self, history: Sequence[StepRecord]) -> None:
         """Take in the records that are new."""
         for record in history[self._cursor :]:
-            if record.mode not in (Mode.PREFILL, Mode.DIFFUSION):
+            if record.mode in ROUTED:
                 self._add(record)
         self._cursor = len(history)
 
-    @property
-    def rate(self) -> float:
-        """Tokens per millisecond, all rows together."""
-        return self._speed * self._batch / self.ar_ms
-
-    @property
-    def ar_ms(self) -> float:
-        """Milliseconds of an AR step."""
-        return self.costs.ms(StepShape(self._batch))
+    def rate(self, rows: int) -> float:
+        """Return the tokens per millisecond of a batch, all rows together."""
+        return self._speed * rows / self.costs.ms(StepShape(rows))
 
     def prices(self, rows: int, drafting: int) -> Prices:
         """Return the prices of a step of `rows` rows, `drafting` of them after a draft pass."""
-        return Prices(self.rate, self.worth, self.costs.of(rows, drafting))
+        return Prices(self.rate(rows), self.worth, self.costs.of(rows, drafting))
 
     def reuse(self, first_slot: int, num_slots: int) -> Option:
         """Return the best step of a row that begins with carried slots, its share of the batch."""
@@ -131,12 +126,8 @@ class Memory:
         return max(self._tokens / self._time, 1.0)
 
     @property
-    def _group_ms(self) -> float:
-        return self.costs.ms(StepShape(self._batch, groups=1)) - self.ar_ms
-
-    @property
-    def _pass_ms(self) -> float:
-        return self.costs.ms(StepShape(self._batch, drafting=self._batch)) - self.ar_ms
+    def _ar_ms(self) -> float:
+        return self.costs.ms(StepShape(self._batch))
 
     def _add(self, record: StepRecord) -> None:
         rows = [row for row in record.rows if self._only in (None, row.index)]
@@ -148,7 +139,7 @@ class Memory:
         if not self.costs.frozen and record.seconds > 0:
             ms = 1000 * record.seconds
             self.costs.observe(record)
-        time, keep = ms / self.ar_ms, 1 - 1 / self._config.window
+        time, keep = ms / self._ar_ms, 1 - 1 / self._config.window
         self._tokens = keep * self._tokens + sum(len(row.tokens) for row in rows) / len(rows)
         self._time = keep * self._time + time
         self._elapsed += time
@@ -160,34 +151,34 @@ class Memory:
             self.last[row.index] = row
             if row.num_proposed and row.first_slot < 2:
                 self._pass_share += (bool(row.first_slot) - self._pass_share) / 16
-        self._visit(_arms_of(rows), any(row.num_accepted for row in rows))
+        arms, has_accepted = _arms_of(rows), any(row.num_accepted for row in rows)
+        # Where slots are carried, a draft pass that is right is no news.
+        is_news = has_accepted and self.num_steps - self._used[CARRIED] > _UNUSED
+        self._visit(arms, has_accepted, is_news)
         if self.num_steps <= _EVERY_STEP or self.num_steps % _REFRESH == 0:
             self._refresh()
-        self.trial = self._due()
+        # A draft pass that was tried with success is tried once more.
+        is_better = self.trial == FRESH and FRESH in arms and is_news
+        self.trial = FRESH if is_better else self._due()
 
     def _refresh(self) -> None:
         """Renew the values of the kinds of step, and with them the worth of slots."""
-        self._reuse = {}
-        config, batch = self._config, self._batch
+        config, count = self._config, self._config.num_draft_tokens
         none, *carrying = best_options([()], self._prices_of_one(0), self._modes)
         self.values = {AR: none.value}
         if carrying:
             self.values[CARRIED] = carrying[0].value
-        least = max(self.values.values())
         if Mode.SPECULATIVE in config.modes:
-            odds = self.acceptance.typical(FRESH, 1, config.num_draft_tokens)
-            value = self._pass_share * self._best(odds, batch).value
-            if self._pass_share < 0.99:
-                odds = self.acceptance.typical(COPIED, 1, config.num_draft_tokens)
-                value += (1 - self._pass_share) * self._best(odds, 0).value
-            else:
-                value /= self._pass_share
-            self.values[FRESH] = value
+            share = self._pass_share if self._pass_share < _NO_COPIES else 1.0
+            fresh = self._best(self.acceptance.typical(FRESH, 1, count), self._batch)
+            self.values[FRESH] = share * fresh.value
+            if share < 1:
+                copied = self._best(self.acceptance.typical(COPIED, 1, count), 0)
+                self.values[FRESH] += (1 - share) * copied.value
         if carrying:
-            with_slots = self.reuse(2, config.group_size - 1).value
-            most = max(self.values.values())
-            self.worth = max(with_slots, most, least) - most
-            self._reuse = {}
+            odds = self.acceptance.typical(CARRIED, 2, config.group_size - 1)
+            self.worth = max(self._best(odds, 0).value - max(self.values.values()), 0.0)
+        self._reuse = {}
 
     def _best(self, odds: Sequence[float], drafting: int) -> Option:
         options = best_options([odds], self._prices_of_one(drafting), self._modes)
@@ -198,7 +189,7 @@ class Memory:
         rate, worth, ms = self.prices(self._batch, drafting)
         return Prices(rate / self._batch, worth, ms)
 
-    def _visit(self, arms: set[str], has_accepted: bool) -> None:
+    def _visit(self, arms: set[str], has_accepted: bool, is_news: bool) -> None:
         """Keep account of which arms are in use, and of those that are tried in vain."""
         for arm in arms:
             unused = self.num_steps - self._used[arm]
@@ -206,7 +197,8 @@ class Memory:
             if unused > _UNUSED:
                 self._visiting, self._num_repeats = arm, 0
                 self._last_visit = self._elapsed
-                self._num_vain = min(self._num_vain + 1, _MOST_VAIN)
+                vain = self._num_vain + (-2 if is_news else 1)
+                self._num_vain = min(max(vain, 0), _MOST_VAIN)
             elif arm == self._visiting:
                 self._num_repeats += 1
                 if self._num_repeats >= _IN_USE and (arm == AR or has_accepted):
@@ -221,8 +213,11 @@ class Memory:
         if self._only is not None:  # such rows draft in every step
             return None
         idle = [arm for arm in self.values if self.num_steps - self._used[arm] >= _UNUSED]
-        if FRESH in self.values and self._group_ms >= self._pass_ms:
-            idle = [arm for arm in idle if arm != CARRIED]  # what a group saves it costs
+        ms, batch = self.costs.ms, self._batch
+        if FRESH in self.values and ms(StepShape(batch, groups=1)) >= ms(
+            StepShape(batch, 1, 0, batch)
+        ):
+            idle = [arm for arm in idle if arm != CARRIED]  # a group costs what it could save
         if not idle:
             return None
         arm = max(idle, key=self.values.__getitem__)
@@ -231,7 +226,7 @@ class Memory:
             loss += self.worth  # of slots that are not used
         loss /= self._speed  # tokens of a row -> AR steps
         if arm != AR:  # a token of the draft is fed, or nothing is learned
-            loss += self.costs.ms(StepShape(self._batch, 2)) / self.ar_ms - 1
+            loss += self.costs.ms(StepShape(self._batch, 2)) / self._ar_ms - 1
         saved = self._config.exploration * (self._elapsed - self._last_visit)
         return arm if saved >= loss * _PATIENCE**self._num_vain else None
 

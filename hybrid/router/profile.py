@@ -112,6 +112,8 @@ class Profile(Config):
             slot: of its draft that a token comes from, from 1.
             confidence: largest probability of the slot's distribution.
         """
+        if confidence != confidence:
+            return -math.inf
         curve = self.calibration.get(slot)
         return confidence if curve is None else curve(confidence)
 
