@@ -9,10 +9,13 @@ import warnings
 from pathlib import Path
 
 from hybrid import registry
+from hybrid.config import Config
 from hybrid.errors import ConfigError
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone, Drafter, Router, Verifier, can_carry
+from hybrid.router.config import RouterConfig
+from hybrid.router.cost import CostModel
 from hybrid.router.fixed import FixedRouter
 from hybrid.routing import Routing
 from hybrid.strategy import Hybrid, VerifiedPreset
@@ -205,15 +208,27 @@ class Parts:
             )
         self._check_count(drafter, settings.num_draft_tokens, "block_size - 1")
         preferred: int = getattr(drafter, "preferred_draft_tokens", drafter.max_draft_tokens)
-        if isinstance(settings, Hybrid) and settings.cost == "forwards":
-            preferred = drafter.max_draft_tokens  # a wider pass costs no more
-        count = settings.num_draft_tokens or self._num_draft_tokens or preferred
+        asked = settings.num_draft_tokens or self._num_draft_tokens
         if isinstance(settings, Hybrid):
-            return drafter, self.routing.router(settings, drafter, count, params, batch)
+            return drafter, self.routing.router(settings, drafter, asked, params, batch)
+        count = asked or preferred
         mode = _MODES[getattr(settings, "mode", "two-pass")]
         if mode != Mode.SPECULATIVE:
             self._require_carrying(drafter, name)
         return drafter, FixedRouter(count, mode)
+
+    def routed(self, settings: Config) -> tuple[RouterConfig, CostModel]:
+        """Return the router's settings for those of preset "hybrid", and costs measured now.
+
+        Raises:
+            ConfigError: another preset.
+        """
+        if not isinstance(settings, Hybrid):
+            raise ConfigError(f"got settings of {type(settings).__name__}, expected 'hybrid'.")
+        drafter = self.drafter(block_size=settings.block_size, may_stop=False)
+        asked = settings.num_draft_tokens or self._num_draft_tokens
+        config = self.routing.config(settings, drafter, asked)
+        return config, self.routing.measure(drafter, config)
 
     def _require_carrying(self, drafter: Drafter, name: str) -> None:
         if not can_carry(drafter):

@@ -12,7 +12,6 @@ from typing import Any, cast
 from hybrid.assembly import Parts
 from hybrid.decode.canvases import CanvasModel, decode_canvases
 from hybrid.decode.denoise import DenoiseRow, denoise
-from hybrid.decode.loop import run
 from hybrid.decode.policies import DenoisePreset
 from hybrid.decode.step import Engine
 from hybrid.errors import ConfigError
@@ -25,9 +24,12 @@ from hybrid.params import SamplingParams
 from hybrid.prompts import is_batch
 from hybrid.protocols import Backbone, Cache, Drafter, Verifier
 from hybrid.request import Request, start_request
+from hybrid.router.config import RouterConfig
+from hybrid.router.cost import CostModel
 from hybrid.strategy import (
     LEFT_TO_RIGHT,
     OF_A_LAW,
+    Hybrid,
     Strategy,
     VerifiedPreset,
     fitting,
@@ -35,7 +37,7 @@ from hybrid.strategy import (
     resolve,
     with_risk,
 )
-from hybrid.types import SequenceState, StepRecord, StreamEvent
+from hybrid.types import StepRecord, StreamEvent
 
 Steps = Generator[StepRecord, None, None]
 
@@ -158,6 +160,14 @@ class HybridDecoder:
         """Return what profiles call the model and its adapter."""
         return self._parts.routing.identity()
 
+    def routed(self, strategy: Strategy) -> tuple[RouterConfig, CostModel]:
+        """Return what a strategy "hybrid" becomes here: its settings, and costs measured now.
+
+        Raises:
+            ConfigError: another strategy, or one that this decoder cannot run.
+        """
+        return self._parts.routed(strategy.settings)
+
     def resolve_strategy(
         self, strategy: str | Strategy | None = None, *, allow_unverified: bool = False
     ) -> Strategy:
@@ -175,6 +185,7 @@ class HybridDecoder:
         *,
         strategy: str | Strategy | None = None,
         risk: float | None = None,
+        record: Path | None = None,
         allow_unverified: bool = False,
         **fields: Any,
     ) -> Any:
@@ -188,6 +199,7 @@ class HybridDecoder:
                 weights are meant for: "speculative", which is lossless, for AR models.
             risk: of strategy "hybrid": share of tokens that may be committed although AR decoding
                 would have chosen others.
+            record: of strategy "hybrid": file for the run, which `hybrid explain` reads.
             allow_unverified: let a block-causal model verify, which was never trained to.
             **fields: single fields of `SamplingParams`, on top of `params`.
 
@@ -204,6 +216,7 @@ class HybridDecoder:
             params,
             with_risk(strategy, risk),
             fields,
+            record,
             text=False,
             allow_unverified=allow_unverified,
         )
@@ -219,6 +232,7 @@ class HybridDecoder:
         *,
         strategy: str | Strategy | None = None,
         risk: float | None = None,
+        record: Path | None = None,
         allow_unverified: bool = False,
         **fields: Any,
     ) -> Generator[StreamEvent, None, None]:
@@ -237,6 +251,7 @@ class HybridDecoder:
             params,
             with_risk(strategy, risk),
             fields,
+            record,
             text=True,
             allow_unverified=allow_unverified,
         )
@@ -272,6 +287,7 @@ class HybridDecoder:
         params: SamplingParams | None,
         strategy: str | Strategy | None,
         fields: dict[str, Any],
+        record: Path | None,
         *,
         text: bool,
         allow_unverified: bool,
@@ -281,6 +297,8 @@ class HybridDecoder:
             raise ConfigError(f"params: got {type(params).__name__}, expected SamplingParams.")
         params = SamplingParams(**fields) if params is None else params.replace(**fields)
         chosen = self.resolve_strategy(strategy, allow_unverified=allow_unverified)
+        if record is not None and not isinstance(chosen.settings, Hybrid):
+            raise ConfigError(f"record: got strategy {chosen.name!r}, expected 'hybrid'.")
         requests = [
             start_request(
                 self.backbone,
@@ -299,18 +317,19 @@ class HybridDecoder:
         elif isinstance(chosen.settings, DenoisePreset):
             steps = self._denoise(requests, chosen, params, view=text)
         else:
-            steps = self._verify(requests, chosen.name, chosen.settings, params)
+            steps = self._verify(requests, chosen, params, record)
         return requests, _events(steps, requests)
 
     def _verify(
         self,
         requests: Sequence[Request],
-        name: str,
-        settings: VerifiedPreset,
+        chosen: Strategy,
         params: SamplingParams,
+        record: Path | None,
     ) -> Steps:
         """Return the steps of drafts that the target verifies."""
-        drafter, router = self._parts.of_preset(name, settings, params, len(requests))
+        settings = cast(VerifiedPreset, chosen.settings)
+        drafter, router = self._parts.of_preset(chosen.name, settings, params, len(requests))
         longest = max(len(request.state.tokens) for request in requests)
         width = 1 + drafter.max_draft_tokens + router.max_points * (router.num_slots + 1)
         cache = self._cache(len(requests), longest + params.max_new_tokens + width)
@@ -323,14 +342,8 @@ class HybridDecoder:
             rules={request.state.row: request.rule for request in requests},
             barred=self._parts.barred(settings),
         )
-        return self._taught(engine, [request.state for request in requests])
-
-    def _taught(self, engine: Engine, rows: list[SequenceState]) -> Steps:
-        """Run the loop; what it teaches about costs and disagreement is for the next call."""
-        try:
-            yield from run(engine, rows)
-        finally:
-            self._parts.routing.remember(engine.router, len(rows), engine.drafter, engine.history)
+        rows = [request.state for request in requests]
+        return self._parts.routing.run(engine, rows, chosen.name, record)
 
     def _denoise(
         self,

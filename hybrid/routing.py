@@ -6,22 +6,26 @@ remembers what it has seen. Next: hybrid/router/hybrid.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
+from hybrid.decode.loop import run
+from hybrid.decode.step import Engine
 from hybrid.decode.timing import PassTimer
 from hybrid.errors import ConfigError
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.models.fingerprint import folder_fingerprint, model_fingerprint
 from hybrid.params import SamplingParams
-from hybrid.protocols import Backbone, Drafter, Router, can_carry
-from hybrid.router.config import RouterConfig
+from hybrid.protocols import Backbone, Drafter, can_carry
+from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape, warm_up
 from hybrid.router.hybrid import HybridRouter
 from hybrid.router.monitor import RiskMonitor
 from hybrid.router.profile import Profile
+from hybrid.router.record import RunHeader, write_run
 from hybrid.strategy import Hybrid
-from hybrid.types import Mode, StepRecord
+from hybrid.types import Mode, SequenceState, StepRecord
 
 PROFILE = "profile.json"
 
@@ -35,6 +39,7 @@ class Routing:
         """Keep the parts; nothing is measured yet."""
         self._backbone, self._adapter, self._model_name = backbone, adapter, model_name
         self._costs: dict[tuple[str, int, RouterConfig], CostModel] = {}
+        self._acceptance: dict[tuple[str, int, RouterConfig], dict[str, Any]] = {}
         self._monitors: dict[tuple[str, float], RiskMonitor] = {}
 
     def identity(self) -> tuple[str, str | None]:
@@ -46,14 +51,19 @@ class Routing:
         )
 
     def router(
-        self, settings: Hybrid, drafter: Drafter, count: int, params: SamplingParams, batch: int
+        self,
+        settings: Hybrid,
+        drafter: Drafter,
+        asked: int | None,
+        params: SamplingParams,
+        batch: int,
     ) -> HybridRouter:
         """Return the router of a call.
 
         Args:
             settings: of the preset.
             drafter: what it routes.
-            count: K, unless the settings say so.
+            asked: K if somebody asked for one.
             params: of the requests.
             batch: their number.
 
@@ -61,48 +71,92 @@ class Routing:
             ConfigError: a risk without a profile, or a profile for something else.
             CheckpointError: the profile cannot be read.
         """
-        modes = settings.modes
-        most = drafter.max_draft_tokens
+        profile = self._profile(settings, params)
+        config = self.config(settings, drafter, asked)
+        monitor = None
+        if profile is not None and config.risk > 0:
+            config = _as_calibrated(profile, config, settings, asked)
+            monitor = self._monitors.get(_key_of(profile, config))
+            if not settings.is_monitored:
+                # Neither the account nor the alarm of this one is ever exhausted.
+                levels = len(profile.thresholds)
+                monitor = RiskMonitor.start(config.risk, levels, delta=1e-99, allowance=1e9)
+        return HybridRouter(
+            config,
+            self._measured(config, drafter, batch),
+            profile,
+            monitor,
+            self._acceptance.get(self._key(config, drafter, batch)),
+        )
+
+    def measure(self, drafter: Drafter, config: RouterConfig, batch: int = 1) -> CostModel:
+        """Return what steps cost here, from a few passes that are timed now."""
+        timer = PassTimer(self._backbone, drafter)
+
+        def measure(shape: StepShape) -> float:
+            ms = timer.target_ms(shape.rows, shape.width, shape.groups, config.group_size)
+            if shape.drafting:
+                ms += timer.draft_ms(shape.drafting, config.num_draft_tokens)
+            return ms
+
+        most = config.num_draft_tokens + 1 if config.carrying_modes else 0
+        return warm_up(measure, batch, config.num_draft_tokens, most)
+
+    def run(
+        self, engine: Engine, rows: list[SequenceState], strategy: str, record: Path | None
+    ) -> Generator[StepRecord, None, None]:
+        """Run the loop, and keep what it teaches for the next call, also when it is closed.
+
+        Args:
+            engine: the parts of the call.
+            rows: not yet prefilled.
+            strategy: its name, for the record.
+            record: file for the run; None writes none.
+
+        Raises:
+            CheckpointError: the record cannot be written.
+        """
+        router = engine.router
+        if not isinstance(router, HybridRouter):
+            yield from run(engine, rows)
+            return
+        header = RunHeader.of(rows, router, model=self._model_name, strategy=strategy)
+        try:
+            yield from run(engine, rows)
+        finally:
+            self._remember(router, len(rows), engine.drafter, engine.history)
+            if record is not None:
+                write_run(record, header, engine.history)
+
+    def _remember(
+        self, router: HybridRouter, batch: int, drafter: Drafter, history: Sequence[StepRecord]
+    ) -> None:
+        key = self._key(router.config, drafter, batch)
+        if router.costs is not None and router.acceptance is not None:
+            self._costs[key], self._acceptance[key] = router.costs, router.acceptance
+        profile, monitor = router.profile, router.monitor
+        if profile is not None and monitor is not None and monitor.delta == profile.delta:
+            self._monitors[_key_of(profile, router.config)] = router.monitor_after(history)
+
+    def config(self, settings: Hybrid, drafter: Drafter, asked: int | None) -> RouterConfig:
+        """Return the settings of a router; see `router`."""
+        cost, most = settings.cost or "measured", drafter.max_draft_tokens
+        modes = ROUTED if settings.modes is None else settings.modes
         if not can_carry(drafter):
             modes = tuple(mode for mode in modes if mode not in {Mode.FUSED, Mode.ONE_PASS})
-        config = RouterConfig(
+        # Where every pass costs the same, a wider one is never worse.
+        preferred = most if cost == "forwards" else getattr(drafter, "preferred_draft_tokens", most)
+        count = asked or preferred
+        return RouterConfig(
             risk=settings.risk,
-            cost=settings.cost,
+            cost=cost,
             modes=modes,
             num_draft_tokens=count,
             num_slots=max(min(count + 1, most), 2),
         )
-        profile = self._profile(settings, params)
-        monitor = None
-        if profile is not None and settings.is_monitored:
-            monitor = self._monitors.get(_key_of(profile, config))
-        elif profile is not None:
-            # Neither the account nor the alarm of this one is ever exhausted.
-            levels = len(profile.thresholds)
-            monitor = RiskMonitor.start(config.risk, levels, delta=1e-99, allowance=1e9)
-        return HybridRouter(config, self._measured(config, drafter, batch), profile, monitor)
-
-    def remember(
-        self, router: Router, batch: int, drafter: Drafter, history: Sequence[StepRecord]
-    ) -> None:
-        """Keep what a call has taught.
-
-        Args:
-            router: of the call; any that is no `HybridRouter` teaches nothing.
-            batch: as for `router`.
-            drafter: likewise.
-            history: all records of the call.
-        """
-        if not isinstance(router, HybridRouter):
-            return
-        if router.costs is not None:
-            self._costs[self._key(router.config, drafter, batch)] = router.costs
-        profile, monitor = router.profile, router.monitor
-        if profile is not None and monitor is not None and monitor.delta == profile.delta:
-            key = _key_of(profile, router.config)
-            self._monitors[key] = router.monitor_after(history)
 
     def _profile(self, settings: Hybrid, params: SamplingParams) -> Profile | None:
+        """Return the profile that is asked for; at risk 0 it gives the first counts, if it fits."""
         profile = settings.profile
         if profile is None and self._adapter is not None and self._adapter.folder is not None:
             beside = self._adapter.folder / PROFILE
@@ -110,7 +164,8 @@ class Routing:
         if isinstance(profile, Path):
             profile = Profile.load(profile)
         if settings.risk == 0:
-            return None
+            fits = profile is not None and profile.fits(*self.identity(), params.temperature)
+            return profile if fits else None
         if profile is None:
             raise ConfigError(
                 f"risk: got {settings.risk}, but {self._model_name} has no profile that says which "
@@ -125,17 +180,7 @@ class Routing:
             return None
         key = self._key(config, drafter, batch)
         if key not in self._costs:
-            timer = PassTimer(self._backbone, drafter)
-            slots = config.group_size
-
-            def measure(shape: StepShape) -> float:
-                ms = timer.target_ms(shape.rows, shape.width, shape.groups, slots)
-                if shape.drafting:
-                    ms += timer.draft_ms(shape.drafting, config.num_draft_tokens)
-                return ms
-
-            most = 0 if not config.carrying_modes else config.num_draft_tokens + 1
-            self._costs[key] = warm_up(measure, batch, config.num_draft_tokens, most)
+            self._costs[key] = self.measure(drafter, config, batch)
         return self._costs[key]
 
     def _key(
@@ -146,3 +191,25 @@ class Routing:
 
 def _key_of(profile: Profile, config: RouterConfig) -> tuple[str, float]:
     return profile.model_dump_json(), config.risk
+
+
+def _as_calibrated(
+    profile: Profile, config: RouterConfig, settings: Hybrid, asked: int | None
+) -> RouterConfig:
+    """Return the settings that a profile was calibrated with; the promise holds for no others.
+
+    Raises:
+        ConfigError: somebody asks for others.
+    """
+    if profile.router is None:
+        return config
+    calibrated = RouterConfig(**{**profile.router, "risk": config.risk})
+    wanted = {"cost": settings.cost, "modes": settings.modes, "num_draft_tokens": asked}
+    for name, value in wanted.items():
+        own = getattr(calibrated, name)
+        if value is not None and value != own:
+            raise ConfigError(
+                f"{name}: got {value}, expected {own}, which the profile was calibrated with. "
+                "Leave it out, calibrate with it, or use risk=0."
+            )
+    return calibrated

@@ -21,7 +21,6 @@ from hybrid.decode.policies import DenoisePreset
 from hybrid.errors import ConfigError, did_you_mean
 from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone
-from hybrid.router.config import ROUTED
 from hybrid.router.profile import Profile
 from hybrid.types import Mode
 
@@ -94,18 +93,19 @@ class Hybrid(VerifiedPreset):
         profile: from `hybrid calibrate`, a file or a `Profile`; None is the adapter's own. Needed
             where `risk` is above 0.
         cost: "measured" milliseconds, or "forwards": every pass costs 1, as on a device that a
-            single row leaves idle. The second needs no clock and repeats exactly.
+            single row leaves idle. The second needs no clock and repeats exactly. None is what the
+            profile was calibrated with, and "measured" at risk 0.
         block_size: anchor and drafted tokens together; None is the drafter's own choice.
-        modes: what a step may be; AR always may.
+        modes: what a step may be, None is everything; AR always may.
         is_monitored: go back to stricter thresholds, and to verifying, where more disagrees than
             `risk` allows. Only a calibration does without.
     """
 
     risk: Annotated[float, Field(ge=0, lt=1)] = 0.0
     profile: Path | Profile | None = None
-    cost: Literal["measured", "forwards"] = "measured"
+    cost: Literal["measured", "forwards"] | None = None
     block_size: Annotated[int, Field(ge=2)] | None = None
-    modes: tuple[Mode, ...] = ROUTED
+    modes: tuple[Mode, ...] | None = None
     is_monitored: bool = True
 
 

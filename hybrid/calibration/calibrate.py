@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,7 @@ from hybrid.config import Config
 from hybrid.decoder import HybridDecoder
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
+from hybrid.router.acceptance import AcceptanceModel
 from hybrid.router.bounds import betting_p_value, upper_bound
 from hybrid.router.isotonic import IsotonicCurve, fit_isotonic
 from hybrid.router.profile import Profile, Threshold
@@ -47,6 +48,7 @@ class CalibrationConfig(Config):
         delta: chance that the promise is wrong.
         domain: what the prompts are, for the record.
         temperature: of decoding; the profile holds for it alone.
+        cost: by which the router decides, "forwards" or "measured"; the profile holds for it alone.
         max_new_tokens: length of each answer.
         fit_share: of the prompts, for the first part.
     """
@@ -55,6 +57,7 @@ class CalibrationConfig(Config):
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.05
     domain: str = "general"
     temperature: Annotated[float, Field(ge=0)] = 0.0
+    cost: Literal["measured", "forwards"] = "forwards"
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
     fit_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
 
@@ -107,7 +110,11 @@ def calibrate_profile(
     base = _profile(decoder, config)
     first = decode(numbered[:num_fit], _strategy(base), "fit")
     curves = fit_curves([token for evidence in first for token in evidence.judged])
-    base = base.replace(calibration=curves, lossless_tokens_per_forward=speed(first))
+    base = base.replace(
+        calibration=curves,
+        lossless_tokens_per_forward=speed(first),
+        acceptance=counts(first),
+    )
     candidates = worth_testing(first, config.risk)
     base = base.replace(most=usual_count(first, base, candidates[0]))
     accepted: list[Threshold] = []
@@ -141,7 +148,8 @@ def fit_curves(judged: Sequence[Judged]) -> dict[int, IsotonicCurve]:
     """
     by_slot: dict[int, list[Judged]] = defaultdict(list)
     for token in judged:
-        by_slot[token.slot].append(token)
+        if token.slot:
+            by_slot[token.slot].append(token)
     if not by_slot:
         raise ConfigError(
             "No drafted token came with a confidence: this decoder's drafter does not say how sure "
@@ -182,10 +190,24 @@ def worth_testing(first: Sequence[PromptEvidence], risk: float) -> list[float]:
     return list(GRID[start:])
 
 
+def counts(first: Sequence[PromptEvidence]) -> dict[str, Any]:
+    """Return what a router may begin with: the counts of `AcceptanceModel`."""
+    model = AcceptanceModel()
+    for evidence in first:
+        for token in evidence.judged:
+            success = 1 - token.disagreement
+            model.learn(token.first_slot, token.index, token.confidence, success)
+    return model.to_dict()
+
+
 def usual_count(first: Sequence[PromptEvidence], profile: Profile, threshold: float) -> float:
     """Return the median number of tokens per prompt that reach a threshold, at least 1."""
     counts = [
-        sum(profile.score(token.slot, token.confidence) >= threshold for token in evidence.judged)
+        sum(
+            profile.score(token.slot, token.confidence) >= threshold
+            for token in evidence.judged
+            if token.slot
+        )
         for evidence in first
     ]
     return float(max(median(counts), 1))
@@ -226,9 +248,12 @@ def speed(seen: Sequence[PromptEvidence]) -> float:
 
 
 def _profile(decoder: HybridDecoder, config: CalibrationConfig) -> Profile:
-    """Return a profile that trusts nothing yet. Its costs are forwards, so it needs no clock."""
+    """Return a profile that trusts nothing yet."""
     model, adapter = decoder.identity()
+    router, costs = decoder.routed(Strategy.preset("hybrid", cost=config.cost))
     return Profile(
+        router=router.model_dump(mode="json", exclude={"risk"}),
+        costs=costs.to_dict(),
         model=model,
         adapter=adapter,
         domain=config.domain,
@@ -240,8 +265,7 @@ def _profile(decoder: HybridDecoder, config: CalibrationConfig) -> Profile:
 
 def _strategy(profile: Profile) -> Strategy:
     """Return the strategy with its thresholds in force all the time: no monitor interferes."""
-    settings = {"risk": profile.risk, "profile": profile, "cost": "forwards", "is_monitored": False}
-    return Strategy.preset("hybrid", **settings)
+    return Strategy.preset("hybrid", risk=profile.risk, profile=profile, is_monitored=False)
 
 
 def _conditions(

@@ -53,11 +53,10 @@ def check_profile(
     strategies = {
         "ar": Strategy.preset("ar"),
         "speculative": Strategy.preset("speculative"),
-        "hybrid risk=0": Strategy.preset("hybrid", cost="forwards"),
+        "hybrid risk=0": Strategy.preset("hybrid", cost="forwards", profile=profile),
     }
     for risk in sorted({found.risk, *risks}):
-        settings = {"risk": risk, "profile": profile, "cost": "forwards"}
-        strategies[f"hybrid risk={risk}"] = Strategy.preset("hybrid", **settings)
+        strategies[f"hybrid risk={risk}"] = Strategy.preset("hybrid", risk=risk, profile=profile)
     results: dict[str, list[GenerationResult]] = {name: [] for name in strategies}
     for index, prompt in enumerate(prompts, start=1):
         for name, strategy in strategies.items():

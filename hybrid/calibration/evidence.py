@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from hybrid.decoder import HybridDecoder
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
+from hybrid.router.acceptance import outcomes
 from hybrid.strategy import Strategy
 from hybrid.types import RowStep
 
@@ -25,14 +26,21 @@ class Judged:
     """A drafted token and what the target said of it.
 
     Attributes:
-        slot: which slot of its draft it came from, 1 for the first.
-        confidence: the largest probability of the slot.
+        first_slot: which slot its draft began with; 0 for a copied one.
+        index: of the token in the draft.
+        confidence: the largest probability of the slot; NaN for a copied token.
         disagreement: probability with which the target rejects the token, 0 or 1 when greedy.
     """
 
-    slot: int
+    first_slot: int
+    index: int
     confidence: float
     disagreement: float
+
+    @property
+    def slot(self) -> int:
+        """Which slot the token came from, 1 for the first; 0 for none that says how sure it is."""
+        return self.first_slot + self.index if self.confidence == self.confidence else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +84,9 @@ def watch(
 
 
 def _judged(row: RowStep) -> Iterator[Judged]:
-    if row.first_slot == 0:  # copied: nobody knows how sure a copy is
-        return
-    disagreements = list(row.disagreements)
-    disagreements += [0.0] * (row.num_accepted - row.num_unverified)
-    if row.num_accepted < row.num_drafted:
-        disagreements.append(1.0)
-    for i, disagreement in enumerate(disagreements):
-        if i < len(row.confidences) and math.isfinite(row.confidences[i]):
-            yield Judged(row.first_slot + i, row.confidences[i], disagreement)
+    for i, agreement in enumerate(outcomes(row)):
+        confidence = row.confidences[i] if i < len(row.confidences) else math.nan
+        yield Judged(row.first_slot, i, confidence, 1 - agreement)
 
 
 class EvidenceFile:
@@ -126,7 +128,7 @@ class EvidenceFile:
         """Keep what a prompt has shown."""
         self._known[run, index] = evidence
         row = {"run": run, "index": index, **asdict(evidence)}
-        row["judged"] = [[j.slot, j.confidence, j.disagreement] for j in evidence.judged]
+        row["judged"] = [list(astuple(token)) for token in evidence.judged]
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -47,6 +47,9 @@ class CalibrationOptions:
         float, typer.Option(help="Share of unverified tokens that AR would not have chosen.")
     ] = 0.02
     delta: Annotated[float, typer.Option(help="Chance that the promise is wrong.")] = 0.05
+    cost: Annotated[
+        str, typer.Option(help="What the router weighs tokens against: forwards or measured.")
+    ] = "forwards"
     domain: Annotated[str, typer.Option(help="What the prompts are, for the record.")] = "general"
     temperature: Annotated[
         float, typer.Option("--temperature", "-t", help="The profile holds for it alone.")
@@ -84,6 +87,7 @@ def calibrate(what: CalibrationOptions, model: options.ModelOptions) -> None:
         risk=what.risk,
         delta=what.delta,
         domain=what.domain,
+        cost=what.cost,
         temperature=what.temperature,
         max_new_tokens=what.max_new_tokens,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +31,8 @@ EXAMPLES = """Examples:
 
   hybrid generate "Hello" --json --logprobs 3
 
+  hybrid generate "Hello" --strategy hybrid --record run.jsonl
+
   hybrid generate "Hello" --model LLADA --strategy fast-dllm --set threshold=0.8 --stats
 """
 
@@ -51,6 +54,10 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Statistics table, on stderr.")] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Keep the run of strategy hybrid for hybrid explain."),
+    ] = None,
 ) -> None:
     """Generate one answer and stream it to stdout."""
     if system is not None and chat is False:
@@ -67,7 +74,11 @@ def generate(
         is_chat = system is not None or (tokenizer is not None and tokenizer.has_chat_template)
     request = _messages(text, system) if is_chat else text
     chosen = strategy.resolve(decoder)
-    how: dict[str, Any] = {"strategy": chosen, "allow_unverified": strategy.allow_unverified}
+    how: dict[str, Any] = {
+        "strategy": chosen,
+        "record": record,
+        "allow_unverified": strategy.allow_unverified,
+    }
     if as_json:
         result = decoder.generate(request, params, **how)
         typer.echo(json.dumps({**_about(decoder, chosen), **result.to_dict()}))

@@ -61,6 +61,10 @@ class StrategyOptions:
         _strategy("See hybrid list presets; default: what the model's weights are meant for."),
     ] = None
     settings: Settings = field(default_factory=list)
+    risk: Annotated[
+        float | None,
+        _strategy("Of strategy hybrid: share of tokens that may differ from what AR would say."),
+    ] = None
     allow_unverified: Annotated[
         bool,
         _strategy("Let a model verify that was not trained to.", "--allow-unverified"),
@@ -72,8 +76,12 @@ class StrategyOptions:
         Raises:
             ConfigError: no such preset or parameter, or a value outside its range.
         """
-        name = self.strategy or default
-        return None if name is None else _preset(name, self.settings)
+        from hybrid.strategy import with_risk
+
+        name = self.strategy or ("hybrid" if self.risk is not None else default)
+        chosen = with_risk(None if name is None else _preset(name, self.settings), self.risk)
+        assert not isinstance(chosen, str)
+        return chosen
 
     def resolve(self, decoder: HybridDecoder) -> Strategy:
         """Return what is decoded with.

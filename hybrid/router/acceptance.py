@@ -70,24 +70,34 @@ class AcceptanceModel:
 
     def observe(self, step: RowStep) -> None:
         """Learn from what a step did to a row."""
-        kind = COPIED if step.first_slot == 0 else FRESH if step.first_slot == 1 else CARRIED
         judged = outcomes(step)
         for i, success in enumerate(judged):
-            slot, confidence = _token(step, i)
-            cell = (_bucket(slot), _bin(confidence))
-            self._cells[cell] = self._add(self._cells.get(cell), success, 1.0)
-            place = _place(kind, slot, i)
-            self._kinds[place] = self._add(self._kinds.get(place), success, 1.0)
-            if confidence == confidence:
-                self._trust = self._add(self._trust, success, confidence)
+            self.learn(step.first_slot, i, _token(step, i)[1], success)
         if len(judged) == step.num_drafted < step.num_proposed:
             # Nobody judged the first token that was left out; what was thought of it counts a bit,
             # or drafts that are never worth feeding would look as good as ever.
             i = step.num_drafted
             slot, confidence = _token(step, i)
-            place = _place(kind, slot, i)
+            place = _place(_kind(step.first_slot), slot, i)
             chance = _GUESS_WEIGHT * self.probability(slot, confidence)
             self._kinds[place] = self._add(self._kinds.get(place), chance, _GUESS_WEIGHT)
+
+    def learn(self, first_slot: int, index: int, confidence: float, success: float) -> None:
+        """Learn from a token that was judged.
+
+        Args:
+            first_slot: which slot the draft began with, 0 for a copied one.
+            index: of the token in the draft.
+            confidence: in it, or NaN.
+            success: how far the target agreed, 0 to 1.
+        """
+        slot = first_slot + index if first_slot else 0
+        cell = (_bucket(slot), _bin(confidence))
+        self._cells[cell] = self._add(self._cells.get(cell), success, 1.0)
+        place = _place(_kind(first_slot), slot, index)
+        self._kinds[place] = self._add(self._kinds.get(place), success, 1.0)
+        if confidence == confidence:
+            self._trust = self._add(self._trust, success, confidence)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as JSON types."""
@@ -149,6 +159,10 @@ def outcomes(step: RowStep) -> list[float]:
     agreed = [1 - d for d in step.disagreements]
     agreed += [1.0] * (step.num_accepted - len(agreed))
     return agreed + [0.0] * (step.num_accepted < step.num_drafted)
+
+
+def _kind(first_slot: int) -> str:
+    return COPIED if first_slot == 0 else FRESH if first_slot == 1 else CARRIED
 
 
 def _token(step: RowStep, i: int) -> tuple[int, float]:

@@ -59,6 +59,7 @@ class HybridRouter:
         costs: CostModel | None = None,
         profile: Profile | None = None,
         monitor: RiskMonitor | None = None,
+        acceptance: Mapping[str, Any] | None = None,
     ) -> None:
         """Keep the parts; none of them is changed.
 
@@ -69,6 +70,8 @@ class HybridRouter:
             profile: of this model; needed for `risk` > 0. Its costs decide for the rows that must
                 not follow the clock.
             monitor: of unverified tokens, one for each row; None begins at the laxest level.
+            acceptance: see `AcceptanceModel.to_dict`; what greedy rows that are verified begin
+                with, from calls before. None, and for all other rows, it is the profile's.
 
         Raises:
             ConfigError: `risk` > 0 without a profile.
@@ -96,6 +99,8 @@ class HybridRouter:
             )
             first = costs or CostModel.guess()
         self._nominal, self.first_costs = nominal, first.to_dict()
+        self._own_counts = None if profile is None else profile.acceptance
+        self._shared_counts = self._own_counts if acceptance is None else acceptance
         self._modes = (Mode.SPECULATIVE, *config.carrying_modes)
         self.explanations: tuple[Explanation, ...] = ()
         self._num_seen = 0
@@ -105,6 +110,11 @@ class HybridRouter:
     def costs(self) -> CostModel | None:
         """The costs as the clock has corrected them; None before the first greedy step."""
         return None if self._shared is None else self._shared.costs
+
+    @property
+    def acceptance(self) -> dict[str, Any] | None:
+        """What greedy rows that are verified taught of acceptance; None before the first step."""
+        return None if self._shared is None else self._shared.acceptance.to_dict()
 
     def plan(
         self, rows: Sequence[SequenceState], history: Sequence[StepRecord]
@@ -195,13 +205,20 @@ class HybridRouter:
             memory = self._memories.get(index)
             if memory is None:
                 memory = self._memories[index] = Memory(
-                    self.config, self._nominal, self.profile, self.monitor, only=index
+                    self.config,
+                    self._nominal,
+                    self._own_counts,
+                    self.profile,
+                    self.monitor,
+                    only=index,
                 )
         else:
             if self._shared is None:
                 decoded = (len(r.rows) for r in history if r.mode in ROUTED)
                 costs = CostModel.from_dict(self.first_costs)
-                self._shared = Memory(self.config, costs, self.profile, batch=next(decoded, batch))
+                self._shared = Memory(
+                    self.config, costs, self._shared_counts, batch=next(decoded, batch)
+                )
             memory = self._shared
         memory.fold(history)
         return memory
@@ -337,6 +354,7 @@ class HybridRouter:
             "costs": self.first_costs,
             "profile": None if self.profile is None else self.profile.model_dump(mode="json"),
             "monitor": None if self.monitor is None else self.monitor.model_dump(mode="json"),
+            "acceptance": self._shared_counts,
         }
 
     @classmethod
@@ -353,6 +371,7 @@ class HybridRouter:
                 CostModel.from_dict(data["costs"]),
                 None if profile is None else Profile(**profile),
                 None if monitor is None else RiskMonitor(**monitor),
+                data["acceptance"],
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"router: got no description of a router ({error!r}).") from error

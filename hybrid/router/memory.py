@@ -6,7 +6,8 @@ Next: hybrid/router/hybrid.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybrid.router.acceptance import CARRIED, COPIED, FRESH, AcceptanceModel, outcomes
 from hybrid.router.choice import Option, Prices, best_options
@@ -48,6 +49,7 @@ class Memory:
         self,
         config: RouterConfig,
         costs: CostModel,
+        counts: Mapping[str, Any] | None = None,
         profile: Profile | None = None,
         monitor: RiskMonitor | None = None,
         only: int | None = None,
@@ -58,12 +60,12 @@ class Memory:
         Args:
             config: settings.
             costs: changed in place unless frozen.
-            profile: gives the first counts and the thresholds.
+            counts: of acceptance, to begin with; see `AcceptanceModel.to_dict`.
+            profile: gives the thresholds.
             monitor: before the first step.
             only: index of the row that counts; None for all.
             batch: rows.
         """
-        counts = None if profile is None else profile.acceptance
         self.acceptance = (
             AcceptanceModel(config.window)
             if counts is None

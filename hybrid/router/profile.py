@@ -62,6 +62,8 @@ class Profile(Config):
         lossless_tokens_per_forward: of decoding without trust, on the first part of the prompts.
         thresholds: strict to lax.
         calibration: by slot, from the confidence to the probability that AR agrees.
+        router: fields of `RouterConfig` that the prompts were decoded with; the promise holds for
+            decoding with the same. None is any.
         costs: see `CostModel.to_dict`; None if none were measured.
         acceptance: see `AcceptanceModel.to_dict`; None without counts.
     """
@@ -77,6 +79,7 @@ class Profile(Config):
     lossless_tokens_per_forward: Annotated[float, Field(ge=0)] = 0.0
     thresholds: tuple[Threshold, ...] = ()
     calibration: dict[int, IsotonicCurve] = Field(default_factory=dict)
+    router: dict[str, Any] | None = None
     costs: dict[str, Any] | None = None
     acceptance: dict[str, Any] | None = None
 
@@ -132,6 +135,11 @@ class Profile(Config):
             lambda item: self.score(*item) >= least, enumerate(confidences, first_slot)
         )
         return sum(1 for _ in trusted)
+
+    def fits(self, model: str, adapter: str | None, temperature: float) -> bool:
+        """Return whether a request is of this model, adapter and temperature."""
+        same = (model, adapter) == (self.model, self.adapter)
+        return same and math.isclose(temperature, self.temperature)
 
     def check(self, model: str, adapter: str | None, temperature: float, risk: float) -> None:
         """Refuse a request that the profile says nothing about.
