@@ -38,6 +38,7 @@ Progress = Callable[[str, int, int], None]
 GRID = (0.999, 0.997, 0.995, 0.99, 0.985, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.84, 0.8)
 # Below so many judged tokens a slot has no curve of its own, but shares that of the slots behind.
 _LEAST_TOKENS = 50
+_PRIOR = tuple(i / 20 for i in range(21))
 
 
 class CalibrationConfig(Config):
@@ -49,6 +50,8 @@ class CalibrationConfig(Config):
         domain: what the prompts are, for the record.
         temperature: of decoding; the profile holds for it alone.
         cost: by which the router decides, "forwards" or "measured"; the profile holds for it alone.
+        block_size: anchor and drafted tokens together; None is the drafter's own choice. The profile
+            holds for it alone.
         max_new_tokens: length of each answer.
         fit_share: of the prompts, for the first part.
     """
@@ -58,6 +61,7 @@ class CalibrationConfig(Config):
     domain: str = "general"
     temperature: Annotated[float, Field(ge=0)] = 0.0
     cost: Literal["measured", "forwards"] = "forwards"
+    block_size: Annotated[int, Field(ge=2)] | None = None
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
     fit_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
 
@@ -161,8 +165,11 @@ def fit_curves(judged: Sequence[Judged]) -> dict[int, IsotonicCurve]:
         if len(own) < _LEAST_TOKENS:
             own = [token for behind in range(slot, last + 1) for token in by_slot[behind]]
         if own:
+            # Beside the data, the confidence itself is worth a token at each of a few points: where
+            # nothing was seen, a low confidence stays a low score.
             curves[slot] = fit_isotonic(
-                [token.confidence for token in own], [1 - token.disagreement for token in own]
+                [token.confidence for token in own] + list(_PRIOR),
+                [1 - token.disagreement for token in own] + list(_PRIOR),
             )
     return curves
 
@@ -250,7 +257,8 @@ def speed(seen: Sequence[PromptEvidence]) -> float:
 def _profile(decoder: HybridDecoder, config: CalibrationConfig) -> Profile:
     """Return a profile that trusts nothing yet."""
     model, adapter = decoder.identity()
-    router, costs = decoder.routed(Strategy.preset("hybrid", cost=config.cost))
+    settings = {"cost": config.cost, "block_size": config.block_size}
+    router, costs = decoder.routed(Strategy.preset("hybrid", **settings))
     return Profile(
         router=router.model_dump(mode="json", exclude={"risk"}),
         costs=costs.to_dict(),

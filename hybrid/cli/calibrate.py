@@ -50,6 +50,9 @@ class CalibrationOptions:
     cost: Annotated[
         str, typer.Option(help="What the router weighs tokens against: forwards or measured.")
     ] = "forwards"
+    block_size: Annotated[
+        int | None, typer.Option(help="Anchor and drafted tokens; default: the drafter's choice.")
+    ] = None
     domain: Annotated[str, typer.Option(help="What the prompts are, for the record.")] = "general"
     temperature: Annotated[
         float, typer.Option("--temperature", "-t", help="The profile holds for it alone.")
@@ -88,6 +91,7 @@ def calibrate(what: CalibrationOptions, model: options.ModelOptions) -> None:
         delta=what.delta,
         domain=what.domain,
         cost=what.cost,
+        block_size=what.block_size,
         temperature=what.temperature,
         max_new_tokens=what.max_new_tokens,
     )
