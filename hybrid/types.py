@@ -222,51 +222,51 @@ class RowStep:
         index: position of the request in the call's list, which is also its cache row.
         tokens: committed tokens, after the stop rules.
         sources: where each came from.
-        mode: what the step did for this row.
-        num_proposed: tokens that the drafter proposed.
-        num_drafted: of those, how many were fed to the target.
+        num_drafted: tokens of the proposal that were fed to the target.
         num_accepted: of those, how many were accepted, verified or not.
-        num_unverified: of those, how many were committed whatever the target said.
-        disagreements: of each of these, the probability with which the target would have rejected
-            it, given the text before it: 0 or 1 when greedy.
         drafted: the ids that were fed.
         entropies: entropy of the draft distribution per proposed token, or empty.
-        confidences: its largest probability, likewise.
+        logprobs: log-probability of each committed token when asked for, or empty.
+        top_logprobs: per committed token {id: log-probability} of the most probable, or empty.
+        slots: what is being denoised, committed or masked; empty in other modes.
+        finish_reason: set when the row ended in this step.
+        mode: what the step did for this row.
+        num_proposed: tokens that the drafter proposed; the router may feed fewer.
+        confidences: largest probability of the draft distribution per proposed token, or empty.
         margins: the largest less the second largest, likewise.
         first_slot: see `Proposal`; 0 where nothing was proposed.
+        num_unverified: accepted tokens that were committed whatever the target said.
+        disagreements: of each of these, the probability with which the target would have rejected
+            it, given the text before it: 0 or 1 when greedy.
         points: acceptance points for which the target pass carried slots.
         num_slots: carried slots that are left for the next step.
         next_slot: which slot of its draft the first of them is.
         next_entropy: entropy of the distribution that gave the last token, nats; None where the
             router does not ask.
-        logprobs: log-probability of each committed token when asked for, or empty.
-        top_logprobs: per committed token {id: log-probability} of the most probable, or empty.
-        slots: what is being denoised, committed or masked; empty in other modes.
-        finish_reason: set when the row ended in this step.
     """
 
     index: int
     tokens: tuple[int, ...]
     sources: tuple[Source, ...]
-    mode: Mode = Mode.AR
-    num_proposed: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    num_unverified: int = 0
-    disagreements: tuple[float, ...] = ()
     drafted: tuple[int, ...] = ()
     entropies: tuple[float, ...] = ()
-    confidences: tuple[float, ...] = ()
-    margins: tuple[float, ...] = ()
-    first_slot: int = 0
-    points: tuple[int, ...] = ()
-    num_slots: int = 0
-    next_slot: int = 0
-    next_entropy: float | None = None
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Mapping[int, float], ...] = ()
     slots: tuple[Slot, ...] = ()
     finish_reason: str | None = None
+    mode: Mode = Mode.AR
+    num_proposed: int = 0
+    confidences: tuple[float, ...] = ()
+    margins: tuple[float, ...] = ()
+    first_slot: int = 0
+    num_unverified: int = 0
+    disagreements: tuple[float, ...] = ()
+    points: tuple[int, ...] = ()
+    num_slots: int = 0
+    next_slot: int = 0
+    next_entropy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,27 +277,27 @@ class StepRecord:
         mode: that of its rows; of several, the last in the order of `Mode`.
         rows: one entry per active row.
         num_draft_forwards: backbone passes of the draft.
-        num_drafting: rows that took part in these.
         num_verify_forwards: target passes (1, also for prefill and AR).
         num_denoise_forwards: passes of a diffusion preset that fill masked slots.
         width: tokens per row in the target pass, carried slots not counted.
-        num_carried: carried slots per row in the target pass.
         forward_seconds: wall time of the target passes.
         draft_seconds: wall time of the drafter.
         seconds: wall time of the whole step.
+        num_drafting: rows that took part in the passes of the draft.
+        num_carried: carried slots per row in the target pass.
     """
 
     mode: Mode
     rows: tuple[RowStep, ...]
     num_draft_forwards: int = 0
-    num_drafting: int = 0
     num_verify_forwards: int = 1
     num_denoise_forwards: int = 0
     width: int = 1
-    num_carried: int = 0
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
     seconds: float = 0.0
+    num_drafting: int = 0
+    num_carried: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,7 @@ def _print_stats(result: GenerationResult, about: dict[str, Any]) -> None:
     from hybrid.tui.render import stats_table
 
     console = Console(stderr=True, highlight=False, markup=False)
-    about = {**about, "parameters": spell_settings(about["parameters"])}
+    given = {name: value for name, value in about["parameters"].items() if value is not None}
+    about = {**about, "parameters": spell_settings(given)}
     console.print(", ".join(f"{name} {value}" for name, value in about.items() if value))
     console.print(stats_table(result.stats))

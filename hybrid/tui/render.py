@@ -142,6 +142,8 @@ def status(turn: Turn, width: int) -> Text:
         parts.append(f"{stats.num_denoise_forwards} denoising")
     elif stats.num_verify_forwards:
         parts.append(f"acceptance {stats.acceptance_length:.2f}")
+        if stats.num_unverified:
+            parts.append(f"{stats.num_unverified} unverified")
     if stats.tokens_per_forward:
         parts.append(f"TPF {stats.tokens_per_forward:.2f}")
     if turn.max_seq_len:
@@ -238,10 +240,18 @@ def stats_table(stats: Stats) -> Table:
         kinds += f", {stats.num_denoise_forwards} denoising"
         length = rate = "-"
     histogram = " ".join(f"{n}:{count}" for n, count in enumerate(stats.acceptance_histogram))
+    extras = {}
+    if len(stats.forwards_by_mode) > 1:
+        by_mode = sorted(stats.forwards_by_mode.items(), key=lambda item: -item[1])
+        extras["by mode"] = ", ".join(f"{count} {mode}" for mode, count in by_mode)
+    if stats.num_unverified and not stats.num_denoise_forwards:
+        share = stats.num_unverified_disagreeing / stats.num_unverified
+        extras["unverified"] = f"{stats.num_unverified} tokens, {share:.1%} disagree with AR"
     for name, value in {
         "prompt tokens": str(stats.num_prompt_tokens),
         "new tokens": str(stats.num_new_tokens),
         "forwards": f"{stats.num_forwards} ({stats.num_prefill_forwards} prefill, {kinds})",
+        **extras,
         "tokens per forward": f"{stats.tokens_per_forward:.2f}",
         "acceptance length": length,
         "acceptance rate": rate,
