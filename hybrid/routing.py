@@ -180,7 +180,10 @@ class Routing:
             return None
         key = self._key(config, drafter, batch)
         if key not in self._costs:
-            self._costs[key] = self.measure(drafter, config, batch)
+            try:
+                self._costs[key] = self.measure(drafter, config, batch)
+            except Exception:  # noqa: BLE001 - the loop copes with a drafter that raises, or tells
+                self._costs[key] = CostModel.guess()
         return self._costs[key]
 
     def _key(

@@ -27,7 +27,7 @@ from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
 from hybrid.router.acceptance import AcceptanceModel
 from hybrid.router.bounds import betting_p_value, upper_bound
-from hybrid.router.isotonic import IsotonicCurve, fit_isotonic
+from hybrid.router.logistic import LogisticCurve, fit_logistic
 from hybrid.router.profile import Profile, Threshold
 from hybrid.strategy import Strategy
 
@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 GRID = (0.999, 0.997, 0.995, 0.99, 0.985, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.84, 0.8)
 # Below so many judged tokens a slot has no curve of its own, but shares that of the slots behind.
 _LEAST_TOKENS = 50
-_PRIOR = tuple(i / 20 for i in range(21))
+_PRIOR = tuple(i / 20 for i in range(1, 20))
 
 
 class CalibrationConfig(Config):
@@ -142,7 +142,7 @@ def calibrate_profile(
     return profile
 
 
-def fit_curves(judged: Sequence[Judged]) -> dict[int, IsotonicCurve]:
+def fit_curves(judged: Sequence[Judged]) -> dict[int, LogisticCurve]:
     """Return {slot: from a confidence to the probability that the target agrees}.
 
     Slots with few tokens share one curve with those behind them.
@@ -165,9 +165,9 @@ def fit_curves(judged: Sequence[Judged]) -> dict[int, IsotonicCurve]:
         if len(own) < _LEAST_TOKENS:
             own = [token for behind in range(slot, last + 1) for token in by_slot[behind]]
         if own:
-            # Beside the data, the confidence itself is worth a token at each of a few points: where
-            # nothing was seen, a low confidence stays a low score.
-            curves[slot] = fit_isotonic(
+            # Beside the data, the confidence itself is worth a token at each of a few points, so
+            # that a few tokens that all agree are not taken for certainty.
+            curves[slot] = fit_logistic(
                 [token.confidence for token in own] + list(_PRIOR),
                 [1 - token.disagreement for token in own] + list(_PRIOR),
             )

@@ -46,9 +46,9 @@ def _speed(axes: Any, profile: Profile) -> None:
 
 
 def _curves(axes: Any, profile: Profile) -> None:
+    confidences = [i / 200 for i in range(201)]
     for slot, curve in sorted(profile.calibration.items()):
-        scores = [*curve.scores, 1.0]
-        axes.step(scores, [*curve.values, curve.values[-1]], where="post", label=str(slot))
+        axes.plot(confidences, [curve(c) for c in confidences], label=str(slot))
     axes.plot([0, 1], [0, 1], color="C7", ls=":")
     axes.set_xlabel("confidence of the slot")
     axes.set_ylabel("share that agrees with AR")

@@ -33,7 +33,7 @@ EXAMPLES = """Examples:
 
   hybrid bench --also-dtype float32 --out benchmarks/results/cpu.jsonl
 
-  hybrid bench --strategies ar,auto --prompts questions.jsonl --no-transformers
+  hybrid bench --strategies ar,hybrid --prompts questions.jsonl --no-transformers
 
   hybrid bench --strategies speculative --set block_size=6
 

@@ -119,7 +119,7 @@ def _shown(value: Any) -> str:
 
 def _run(name: str, config: TrainConfig) -> None:
     from hybrid.models.store import resolve
-    from hybrid.training import plot
+    from hybrid.pictures import is_available
     from hybrid.training.data import data_sha256
     from hybrid.training.loop import this_process, train
 
@@ -141,7 +141,7 @@ def _run(name: str, config: TrainConfig) -> None:
             err=True,
         )
         raise
-    if not plot.is_available():
+    if not is_available():
         typer.echo("No plot without matplotlib: pip install 'hybrid-decoder[plot]'", err=True)
     typer.echo(str(folder))
 

@@ -97,6 +97,9 @@ class PassTimer:
             num_logits=0,
             taps=self._drafter.taps,
         )
+        absorb = getattr(self._drafter, "absorb", None)
+        if absorb is not None:
+            absorb(cache, range(num_rows), out.hidden, [length] * num_rows)
         rows = [
             SequenceState(index, tokens, 1, SamplingParams(), torch.Generator())
             for index, tokens in enumerate(text.tolist())

@@ -241,7 +241,7 @@ class HybridRouter:
         without = max(values[AR], values.get(CARRIED, values[AR]))
         held = sum(option.value for option in reuse.values())
         choices = {NO_PASS: held + num_bare * without}
-        if is_own and num_bare:
+        if is_own and num_bare and FRESH in values:
             choices = {}  # a sampled row is always drafted
         if FRESH in values:
             # A pass for some rows costs less than the share that the others would have borne.

@@ -19,7 +19,7 @@ from hybrid.errors import CheckpointError, ConfigError
 from hybrid.files import write_json
 from hybrid.router.acceptance import AcceptanceModel
 from hybrid.router.cost import CostModel
-from hybrid.router.isotonic import IsotonicCurve
+from hybrid.router.logistic import LogisticCurve
 
 FORMAT = 1
 
@@ -78,7 +78,7 @@ class Profile(Config):
     most: Annotated[float, Field(gt=0)] = 1.0
     lossless_tokens_per_forward: Annotated[float, Field(ge=0)] = 0.0
     thresholds: tuple[Threshold, ...] = ()
-    calibration: dict[int, IsotonicCurve] = Field(default_factory=dict)
+    calibration: dict[int, LogisticCurve] = Field(default_factory=dict)
     router: dict[str, Any] | None = None
     costs: dict[str, Any] | None = None
     acceptance: dict[str, Any] | None = None

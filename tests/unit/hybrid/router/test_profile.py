@@ -10,7 +10,7 @@ import pytest
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.router.acceptance import AcceptanceModel
 from hybrid.router.cost import CostModel
-from hybrid.router.isotonic import IsotonicCurve
+from hybrid.router.logistic import LogisticCurve
 from hybrid.router.profile import Profile, Threshold
 
 EVIDENCE = {"num_prompts": 200, "num_tokens": 3000, "disagreements": 12.0, "p_value": 0.001}
@@ -26,7 +26,7 @@ def profile(**fields):
             Threshold(threshold=0.99, **EVIDENCE),
             Threshold(threshold=0.9, **EVIDENCE),
         ),
-        "calibration": {2: IsotonicCurve(scores=(0.0, 0.5), values=(0.2, 0.95))},
+        "calibration": {2: LogisticCurve(intercept=2.2, slope=2.0)},
         "costs": CostModel.guess().to_dict(),
         "acceptance": AcceptanceModel().to_dict(),
     }
@@ -38,7 +38,7 @@ def profile(**fields):
     [
         (1, (0.995, 0.1), 0, 1),
         (1, (0.95, 0.6, 0.95), 1, 3),  # slot 2 has a curve: 0.6 is worth 0.95
-        (1, (0.95, 0.4, 0.95), 1, 1),  # and 0.4 is worth 0.2
+        (1, (0.95, 0.4, 0.95), 1, 1),  # and 0.4 is worth 0.8
         (2, (0.6, 0.6), 1, 1),  # slot 3 has none
         (1, (0.8, 0.99), 1, 0),
         (1, (1.0, 1.0), None, 0),
@@ -74,7 +74,7 @@ def test_the_file_gives_the_profile_back_and_holds_no_date(tmp_path):
         ({"speed": 1}, "no parameter 'speed'"),
         ({"costs": {"target": []}}, "cost: got no cost model"),
         ({"acceptance": {"cells": 1}}, "acceptance: got no counts"),
-        ({"calibration": {"2": {"scores": [1, 0], "values": [0, 1]}}}, "rising"),
+        ({"calibration": {"2": {"slope": -1}}}, "slope"),
     ],
 )
 def test_files_that_are_no_profile_of_this_version_are_refused(tmp_path, fields, message):
