@@ -107,6 +107,7 @@ class CombinedDrafter:
         self.max_draft_tokens = self._diffusion.max_draft_tokens
         self.preferred_draft_tokens = self._diffusion.preferred_draft_tokens
         self.can_carry = self._diffusion.can_carry
+        self.max_slots = self._diffusion.max_slots
         config = adapter.config
         self._prior_cost = config.num_passes * (1 - config.entry_layer / backbone.num_layers)
         # Elsewhere a pass returns before it has run, so its time is not in the record.

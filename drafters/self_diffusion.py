@@ -11,6 +11,7 @@ Next: verifiers/rejection.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,8 @@ class SelfDiffusionDrafter:
             )
         self.taps = config.taps
         self.max_draft_tokens = most
+        # Of carried slots the first falls to the target: a small block is still drafted whole.
+        self.max_slots = max(most, config.num_draft_tokens)
         self.preferred_draft_tokens = most
         if block_size is None:
             self.preferred_draft_tokens = config.preferred_draft_tokens or most
@@ -131,7 +134,7 @@ class SelfDiffusionDrafter:
         starts = [
             [row.cached_len + j for j in own] for row, own in zip(state.rows, table, strict=True)
         ]
-        size = config.num_rows(min(num_slots, self.max_draft_tokens))
+        size = config.num_rows(min(num_slots, self.max_slots))
         device = self._backbone.device
         index = torch.tensor(table, device=device)
         anchors = tokens.to(device).gather(1, index).view(-1, 1)  # [B G, 1]
@@ -304,7 +307,7 @@ class SelfDiffusionDrafter:
         tokens = torch.stack(chosen, dim=1) if chosen else known[:, :0]
         return tokens, None if is_plain else torch.stack(laws, dim=1), tuple(lengths), scores
 
-    def _certainty(self, logits: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _certainty(self, logits: Sequence[Tensor]) -> dict[str, Any]:
         """Return entropy, confidence and margin [B, K] of every slot's distribution."""
         probs = torch.stack(list(logits), dim=1).float().softmax(dim=-1)
         best = probs.topk(2, dim=-1).values

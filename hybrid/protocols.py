@@ -319,9 +319,11 @@ class CarryingDrafter(Drafter, Protocol):
 
     Attributes:
         can_carry: False where its settings forbid it: several passes per draft.
+        max_slots: the most tokens that a carried group can draft.
     """
 
     can_carry: bool
+    max_slots: int
 
     def carry(
         self,

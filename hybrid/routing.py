@@ -152,7 +152,7 @@ class Routing:
             cost=cost,
             modes=modes,
             num_draft_tokens=count,
-            num_slots=max(min(count + 1, most), 2),
+            num_slots=max(min(count + 1, getattr(drafter, "max_slots", most)), 2),
         )
 
     def _profile(self, settings: Hybrid, params: SamplingParams) -> Profile | None:
@@ -182,7 +182,7 @@ class Routing:
         if key not in self._costs:
             try:
                 self._costs[key] = self.measure(drafter, config, batch)
-            except Exception:  # noqa: BLE001 - the loop copes with a drafter that raises, or tells
+            except Exception:  # noqa: BLE001 - what fails here fails in a step, and is told there
                 self._costs[key] = CostModel.guess()
         return self._costs[key]
 

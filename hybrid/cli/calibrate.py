@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -48,7 +48,8 @@ class CalibrationOptions:
     ] = 0.02
     delta: Annotated[float, typer.Option(help="Chance that the promise is wrong.")] = 0.05
     cost: Annotated[
-        str, typer.Option(help="What the router weighs tokens against: forwards or measured.")
+        Literal["forwards", "measured"],
+        typer.Option(help="What the router weighs tokens against; the profile holds for it alone."),
     ] = "forwards"
     block_size: Annotated[
         int | None, typer.Option(help="Anchor and drafted tokens; default: the drafter's choice.")

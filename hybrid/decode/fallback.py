@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -187,5 +187,7 @@ def cut(proposal: Proposal, most: Sequence[int]) -> Proposal:
     width = max(num_tokens, default=0)
     fields = ("tokens", "draft_probs", "entropy", "confidence", "margin")
     columns = {name: getattr(proposal, name) for name in fields}
-    kept = {name: None if value is None else value[:, :width] for name, value in columns.items()}
+    kept: dict[str, Any] = {
+        name: None if value is None else value[:, :width] for name, value in columns.items()
+    }
     return replace(proposal, num_tokens=num_tokens, **kept)

@@ -45,7 +45,7 @@ class Evaluation:
     ) -> None:
         """Measure `decoder`; what `cells` has is not measured again."""
         self._decoder, self._cells = decoder, cells
-        self._how = {"allow_unverified": allow_unverified}
+        self._how: dict[str, Any] = {"allow_unverified": allow_unverified}
 
     def check(self, strategies: Sequence[Strategy], tasks: Sequence[Task]) -> None:
         """Refuse what cannot run, all of it at once, before anything does.

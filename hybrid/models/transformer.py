@@ -135,7 +135,8 @@ class NativeBackbone:
             assert input_ids is not None
             x, first, adapter = F.embedding(input_ids.flatten(), self.embedding), 0, None
         layers = self.layers if adapter is None else adapter.layers
-        hidden, kept = {}, {*taps, *(() if carried is None else carried.taps)}
+        hidden: dict[int, Tensor] = {}
+        kept = {*taps, *(() if carried is None else carried.taps)}
         for index in range(first, self.num_layers):
             if riding is not None:
                 riding.enter(index, hidden)
