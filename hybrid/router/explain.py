@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import ConfigError
-from hybrid.files import replacing
+from hybrid.pictures import new_figure, save_figure
 from hybrid.router.choice import Option
 from hybrid.router.record import Decision, RunHeader
 from hybrid.types import Mode, RowStep, Source, StepRecord
@@ -81,22 +81,14 @@ def draw(header: RunHeader, records: Sequence[StepRecord], path: Path) -> Path:
     steps = [record for record in records if record.mode in _COLOURS]
     if not steps:
         raise ConfigError("the run has no decode steps, expected one at least.")
-    try:
-        from matplotlib.figure import Figure  # no pyplot: it keeps global state
-    except ImportError as error:
-        raise ConfigError(
-            "Plots need matplotlib, which is not installed: pip install 'hybrid-decoder[plot]'"
-        ) from error
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = new_figure(11, 6)
     tokens, certainty = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     _draw_tokens(tokens, steps)
     _draw_certainty(certainty, steps)
     title = ", ".join(filter(None, (header.model, header.strategy)))
     tokens.set_title("".join(c if " " <= c <= "~" else "?" for c in title))  # any font has these
     certainty.set_xlabel("step; the strip above is its mode")
-    with replacing(path) as part:
-        figure.savefig(part, format="png", dpi=120)
-    return path
+    return save_figure(figure, path)
 
 
 def _draw_tokens(axes: Any, steps: Sequence[StepRecord]) -> None:
@@ -105,7 +97,8 @@ def _draw_tokens(axes: Any, steps: Sequence[StepRecord]) -> None:
     for i, source in enumerate(Source):
         counts = [sum(row.sources.count(source) for row in step.rows) for step in steps]
         if any(counts):
-            axes.bar(numbers, counts, bottom=bottom, width=1.0, color=f"C{i}", label=source.value)
+            style = {"width": 1.0, "edgecolor": "white", "color": f"C{i}", "label": source.value}
+            axes.bar(numbers, counts, bottom=bottom, **style)
             bottom = [a + b for a, b in zip(bottom, counts, strict=True)]
     height = max(bottom) / 15
     for mode, colour in _COLOURS.items():
