@@ -18,7 +18,7 @@ from fakes import (
 from hybrid import registry
 from hybrid.decode.loop import prefill
 from hybrid.params import SamplingParams
-from hybrid.protocols import Drafter, DraftState
+from hybrid.protocols import CarryingDrafter, Drafter, DraftState, can_carry
 from hybrid.types import Mode, Plan, Proposal
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [7], *random_prompts(9, 4)]
@@ -178,3 +178,89 @@ def test_a_point_mass_follows_no_stream():
         assert proposal.draft_probs is None
         for row, state_before in zip(rows, before, strict=True):
             assert torch.equal(row.generator.get_state(), state_before)
+
+
+# Drafters whose slots can ride in a target pass
+
+POINTS = [(0, 2), (1,), (), (0, 1, 3)]
+INPUTS = torch.tensor(random_prompts(4, 4, 4, 4, seed=5))
+CARRYING = [name for name in NAMES if can_carry(make(name))]
+each_carrying = pytest.mark.parametrize("name", CARRYING)
+
+
+def carry(name, rows=slice(None), mode="greedy", num_slots=3):
+    """What rides for some of the rows, with made-up taps of the target's tokens as its input."""
+    drafter = make(name)
+    states, state = started(drafter, MODES[mode], PROMPTS[rows])
+    points, inputs = POINTS[rows], INPUTS[rows]
+    carried = drafter.carry(state, inputs, points, num_slots)
+    taps = torch.randn(4, 4, BACKBONE.hidden_size, generator=torch.Generator().manual_seed(1))
+    hidden = {layer: taps[rows] + layer for layer in carried.taps}
+    return states, state, carried, carried.inputs(hidden)
+
+
+def test_those_that_carry_are_known():
+    assert CARRYING == ["combined", "self-diffusion"]
+    assert all(isinstance(make(name), CarryingDrafter) for name in CARRYING)
+
+
+@each_carrying
+def test_what_rides_is_well_formed(name):
+    for num_slots in (1, 3, 50):
+        states, _, carried, inputs = carry(name, num_slots=num_slots)
+        size, most = carried.group_size, max(map(len, POINTS))
+        assert size - carried.first_drafting == min(num_slots, make(name).max_slots)
+        width = most * size
+        assert carried.position_ids.shape == (len(states), width)
+        assert carried.pattern.num_tokens == width
+        assert inputs.shape == (len(states), width, BACKBONE.hidden_size)
+        assert all(0 <= tap < carried.layer for tap in carried.taps)
+        local = carried.pattern.local
+        for b, (row, points) in enumerate(zip(states, POINTS, strict=True)):
+            for g, point in enumerate(points):
+                own = slice(g * size, (g + 1) * size)
+                start = row.cached_len + point  # where the point's anchor stands
+                expected = list(range(start, start + size))
+                assert carried.position_ids[b, own].tolist() == expected
+                assert carried.pattern.prefix_len[b][own] == (start,) * size
+                assert carried.pattern.positions[b][own] == tuple(expected)
+                assert local[own, own].all()
+        for g in range(most):
+            own = slice(g * size, (g + 1) * size)
+            assert not local[own, : g * size].any()
+            assert not local[own, (g + 1) * size :].any()
+
+
+@each_mode
+@each_carrying
+def test_carrying_changes_nothing(name, mode):
+    drafter = make(name)
+    rows, state = started(drafter, MODES[mode])
+    before = [(list(r.tokens), r.generator.get_state()) for r in rows]
+    data, lengths = state.cache.data.clone(), list(state.cache.lengths)
+    taps = {layer: value.clone() for layer, value in state.hidden.items()}
+    tokens = INPUTS.clone()
+    carried = drafter.carry(state, tokens, POINTS, 3)
+    given = {n: torch.ones(4, 4, BACKBONE.hidden_size) for n in carried.taps}
+    carried.inputs(given)
+    for row, (text, stream) in zip(rows, before, strict=True):
+        assert row.tokens == text
+        assert torch.equal(row.generator.get_state(), stream)
+    assert torch.equal(state.cache.data, data)
+    assert state.cache.lengths == lengths
+    assert all(torch.equal(state.hidden[n], value) for n, value in taps.items())
+    assert torch.equal(tokens, INPUTS)
+    assert all((value == 1).all() for value in given.values())
+
+
+@each_carrying
+def test_what_rides_for_a_row_does_not_depend_on_the_batch(name):
+    _, _, together, inputs = carry(name)
+    for b, points in enumerate(POINTS):
+        if not points:
+            continue
+        _, _, alone, own = carry(name, slice(b, b + 1))
+        width = len(points) * alone.group_size
+        assert alone.group_size == together.group_size
+        assert torch.equal(alone.position_ids[0], together.position_ids[b, :width])
+        torch.testing.assert_close(own[0], inputs[b, :width], rtol=0, atol=1e-5)

@@ -14,7 +14,7 @@ from hybrid.decode.loop import run
 from hybrid.drafters.combined import COPY_PRIORS, DIFFUSION_PRIOR, Belief, CombinedDrafter
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
-from hybrid.protocols import DraftState
+from hybrid.protocols import DraftState, Slots
 from hybrid.types import Mode, Plan, Proposal, RowStep, SequenceState, Source, StepRecord
 
 VOCAB, WIDTH = 64, 3
@@ -41,7 +41,7 @@ class ScriptedDiffusion:
             for row in rows:
                 torch.rand(count, generator=row.generator)
         tokens = torch.full((len(rows), count), SLOT)
-        return Proposal(tokens, (count,) * len(rows), laws, num_forwards=1)
+        return Proposal(tokens, (count,) * len(rows), laws, num_forwards=1, num_drafting=len(rows))
 
 
 def make(device="cpu", entry_layer=20, num_passes=1):
@@ -72,13 +72,14 @@ def propose(drafter, rows, width=WIDTH):
 def record_of(proposal, rows, committed, accepted, draft=0.2, forward=1.0):
     """The record of a step that committed `committed[b]` and accepted `accepted[b]` tokens."""
     steps = tuple(
-        RowStep(row.row, tuple(tokens), (Source.AR,) * len(tokens), n, a)
+        RowStep(row.row, tuple(tokens), (Source.AR,) * len(tokens), num_drafted=n, num_accepted=a)
         for row, tokens, n, a in zip(rows, committed, proposal.num_tokens, accepted, strict=True)
     )
     return StepRecord(
         Mode.SPECULATIVE,
         steps,
         num_draft_forwards=proposal.num_forwards,
+        num_drafting=proposal.num_drafting,
         draft_seconds=draft,
         forward_seconds=forward,
     )
@@ -224,7 +225,10 @@ def test_the_cost_is_measured_where_times_are_those_of_passes():
     for device, is_known in (("cpu", True), ("meta", False)):
         drafter = make(device)
         drafter._diffusion.draft = lambda state, plan: Proposal(
-            torch.full((len(state.rows), 3), SLOT), (3,) * len(state.rows), num_forwards=1
+            torch.full((len(state.rows), 3), SLOT),
+            (3,) * len(state.rows),
+            num_forwards=1,
+            num_drafting=len(state.rows),
         )
         before = drafter._pass_cost.mean
         step(drafter, rows_of(FRESH, REPEATS), [(50,), (50,)], [0, 0], draft=5.0)
@@ -242,6 +246,40 @@ def test_sampled_rows_carry_the_law_of_their_tokens():
     assert torch.equal(laws[0], torch.nn.functional.one_hot(torch.tensor([1, 2, 3]), VOCAB).float())
     torch.testing.assert_close(laws[1, :, SLOT], torch.full((3,), 1 / 3))
     assert propose(make(), rows_of(REPEATS, temperature=1.0)).draft_probs is None
+
+
+def test_what_is_known_of_slots_lies_in_their_rows():
+    """Nobody knows how sure a copy is, and it comes from no slot."""
+    drafter, columns = make(), torch.tensor([[0.5, 0.25, 0.75], [1.0, 2.0, 3.0]])
+    drafter._diffusion.draft = lambda state, plan: Proposal(
+        torch.full((2, 3), SLOT),
+        (2, 3),
+        entropy=columns,
+        confidence=columns + 1,
+        margin=columns + 2,
+        first_slot=(2, 1),
+        num_drafting=1,
+    )
+    proposal = propose(drafter, rows_of(FRESH, REPEATS, FRESH))
+    assert proposal.num_tokens == (2, 3, 3)
+    assert proposal.first_slot == (2, 0, 1)
+    assert (proposal.num_forwards, proposal.num_drafting) == (0, 1)
+    for more, found in enumerate((proposal.entropy, proposal.confidence, proposal.margin)):
+        assert torch.equal(found[[0, 2]], columns + more)
+        assert found[1].isnan().all()
+
+
+def test_carried_slots_cost_nothing_more():
+    """Against the same weak copy: fresh slots of a dear pass lose, carried ones win."""
+    rows = rows_of([1, 2, 3, 9, 2, 1, 9, 2], temperature=1.0)
+    slots = {0: Slots(8, 2, torch.zeros(WIDTH, 1))}
+    hidden = {3: torch.zeros(1, 1)}
+    plan = Plan(Mode.FUSED, WIDTH)
+    drafter = make(entry_layer=0)
+    assert drafter.draft(DraftState(rows, None, hidden), plan).tokens[0, 0] != SLOT
+    assert drafter.draft(DraftState(rows, None, hidden, slots), plan).tokens[0, 0] == SLOT
+    few = {0: Slots(8, 2, torch.zeros(1, 1))}  # 1.55 tokens, less than the copy's 1.9
+    assert drafter.draft(DraftState(rows, None, hidden, few), plan).tokens[0, 0] != SLOT
 
 
 def history(drafter, rows, seed, draft_seconds=0.2):

@@ -32,6 +32,7 @@ from hybrid.models.hf import HFBackbone
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.params import SamplingParams
 from hybrid.protocols import ContextDrafter, DraftState
+from hybrid.router.fixed import FixedRouter
 from hybrid.sampling import process_logits
 from hybrid.training.dflash.export import save_dflash
 from hybrid.types import Mode, Plan
@@ -121,9 +122,14 @@ def test_the_engine_hands_over_every_cached_token_once() -> None:
 def test_steps_without_a_draft_are_absorbed_too() -> None:
     backbone = tiny_backbone()
     drafter = random_dflash(backbone)
-    plans = itertools.cycle([0, 0, 3])
+    counts = itertools.cycle([0, 0, 3])
     engine, rows = make_engine(backbone, drafter, PROMPTS[:1], LONG)
-    engine.router = type("Now", (), {"plan": lambda *_: Plan(Mode.SPECULATIVE, next(plans))})()
+
+    class Now(FixedRouter):
+        def plan(self, rows: Any, history: Any) -> tuple[Plan, ...]:
+            return (Plan(Mode.SPECULATIVE, next(counts)),) * len(rows)
+
+    engine.router = Now(3)
     text = list(PROMPTS[0])
     for record in run(engine, rows):
         (step,) = record.rows

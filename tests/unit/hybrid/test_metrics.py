@@ -132,3 +132,39 @@ def test_histograms_add_up():
 
 def test_peak_memory_is_in_mib():
     assert 10 < peak_rss_mib() < 2**20
+
+
+def test_unverified_tokens_are_counted_as_far_as_they_were_committed():
+    """By hand; passes are counted under the mode of the row, not of the whole step."""
+    meter = RowMeter(0, 10)
+    fields = {"num_drafted": 3, "num_accepted": 3, "num_unverified": 2, "finish_reason": None}
+    first = RowStep(
+        0,
+        (5,) * 4,
+        (Source.DIFFUSION_ONLY,) * 2 + (Source.DRAFT_VERIFIED, Source.BONUS),
+        mode=Mode.DIFFUSION_ONLY,
+        disagreements=(0.25, 1.0),
+        **fields,
+    )
+    cut = RowStep(  # the first of them ended the row
+        0,
+        (5,),
+        (Source.DIFFUSION_ONLY,),
+        mode=Mode.DIFFUSION_ONLY,
+        disagreements=(0.5, 1.0),
+        **{**fields, "finish_reason": "stop"},
+    )
+    other = RowStep(1, (5,), (Source.AR,), mode=Mode.ONE_PASS)
+    fused = RowStep(0, (5,), (Source.AR,), mode=Mode.FUSED)
+    for record in (
+        StepRecord(Mode.PREFILL, (step(0, 1),)),
+        StepRecord(Mode.DIFFUSION_ONLY, (first, other), num_draft_forwards=1),
+        StepRecord(Mode.ONE_PASS, (fused, other)),
+        StepRecord(Mode.DIFFUSION_ONLY, (cut,), num_draft_forwards=1),
+    ):
+        meter.add(record)
+    stats = meter.stats()
+    assert (stats.num_unverified, stats.num_unverified_disagreeing) == (3, 0.25 + 1.0 + 0.5)
+    assert stats.forwards_by_mode == {"diffusion-only": 4, "fused": 1}
+    assert (stats.num_drafted, stats.num_accepted) == (6, 6)
+    assert stats.acceptance_histogram == (0, 0, 0, 2)
