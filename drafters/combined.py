@@ -18,7 +18,7 @@ from hybrid.drafters.ngram import find_continuation
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.protocols import Backbone, Carried, DraftState, Slots
-from hybrid.types import Plan, Proposal, SequenceState, StepRecord
+from hybrid.types import Plan, Proposal, RowStep, SequenceState, StepRecord
 
 # How often a copied token was right by the length of the match, 1 to 6: greedy answers of the
 # default model to 400 of its adapter's training prompts. A match of six is nearly a promise, a
@@ -158,7 +158,7 @@ class CombinedDrafter:
                 num_judged = min(len(copy.tokens), len(row.tokens))
                 odds.copies[copy.match_length - 1].add_draft(num_right, num_judged)
             if row.index in self._has_slots:
-                odds.diffusion.add_draft(row.num_accepted, row.num_drafted)
+                odds.diffusion.add_draft(_num_agreed(row), row.num_drafted)
         self._copies, self._has_slots = {}, set()
 
     def reset(self) -> None:
@@ -182,6 +182,12 @@ class CombinedDrafter:
             cost = self._pass_cost.mean if row.sampling.is_greedy else self._prior_cost
         copied = _expected_tokens(odds.copies[copy.match_length - 1].mean, len(copy.tokens))
         return copied >= _expected_tokens(odds.diffusion.mean, num_slots) / (1 + cost)
+
+
+def _num_agreed(row: RowStep) -> int:
+    """Return how many leading tokens the target agreed with, be they verified or not."""
+    doubts = enumerate(row.disagreements)
+    return next((i for i, doubt in doubts if doubt >= 0.5), row.num_accepted)
 
 
 def _expected_tokens(odds: float, num_drafted: int) -> float:

@@ -72,7 +72,8 @@ class Carried:
         layer: first layer that they run; the target's tokens run all.
         adapter: gated low-rank adapter for the slots alone, or None.
         taps: layers below `layer` whose outputs `inputs` reads.
-        inputs: {layer: [B, T, C]} outputs of the target's tokens at `taps` -> [B, S, C].
+        inputs: {layer: [B, T, C]} outputs of the target's tokens at `taps` -> [B, S, C]. It runs
+            within the target pass, so it must not fail.
         position_ids: [B, S].
         pattern: S slots per row; a slot's prefix counts the cached tokens and the leading tokens of
             the target's T that its group takes for accepted.
@@ -409,5 +410,10 @@ class Router(Protocol):
         proposal: Proposal,
         history: Sequence[StepRecord],
     ) -> tuple[Route, ...]:
-        """Return what each row makes of its proposal."""
+        """Return what each row makes of its proposal.
+
+        Whether token i is fed may depend on the distributions of slots up to i, not on those behind
+        it, which may follow the token that was drawn, and never on that token: what is sampled
+        would no longer follow the target.
+        """
         ...

@@ -105,7 +105,7 @@ class Routing:
     def run(
         self, engine: Engine, rows: list[SequenceState], strategy: str, record: Path | None
     ) -> Generator[StepRecord, None, None]:
-        """Run the loop, and keep what it teaches for the next call, also when it is closed.
+        """Return the loop, which keeps what it teaches for the next call, also when it is closed.
 
         Args:
             engine: the parts of the call.
@@ -114,12 +114,27 @@ class Routing:
             record: file for the run; None writes none.
 
         Raises:
+            ConfigError: a record of a run that nobody routes.
             CheckpointError: the record cannot be written.
         """
         router = engine.router
-        if not isinstance(router, HybridRouter):
-            yield from run(engine, rows)
-            return
+        if isinstance(router, HybridRouter):
+            return self._run(engine, rows, router, strategy, record)
+        if record is not None:
+            raise ConfigError(
+                f"record: {self._model_name} decodes token by token, so there is no decision to "
+                "keep. Leave it out."
+            )
+        return run(engine, rows)
+
+    def _run(
+        self,
+        engine: Engine,
+        rows: list[SequenceState],
+        router: HybridRouter,
+        strategy: str,
+        record: Path | None,
+    ) -> Generator[StepRecord, None, None]:
         header = RunHeader.of(rows, router, model=self._model_name, strategy=strategy)
         try:
             yield from run(engine, rows)
@@ -136,17 +151,22 @@ class Routing:
             self._costs[key], self._acceptance[key] = router.costs, router.acceptance
         profile, monitor = router.profile, router.monitor
         if profile is not None and monitor is not None and monitor.delta == profile.delta:
-            self._monitors[_key_of(profile, router.config)] = router.monitor_after(history)
+            known = _key_of(profile, router.config)
+            # Streams that interleave began with the same one: each adds what it has seen.
+            monitor = self._monitors.get(known, monitor)
+            self._monitors[known] = router.monitor_after(monitor, history)
 
     def config(self, settings: Hybrid, drafter: Drafter, asked: int | None) -> RouterConfig:
         """Return the settings of a router; see `router`."""
         cost, most = settings.cost or "measured", drafter.max_draft_tokens
         modes = ROUTED if settings.modes is None else settings.modes
-        if not can_carry(drafter):
+        if most == 0:
+            modes = (Mode.AR,)
+        elif not can_carry(drafter):
             modes = tuple(mode for mode in modes if mode not in {Mode.FUSED, Mode.ONE_PASS})
         # Where every pass costs the same, a wider one is never worse.
         preferred = most if cost == "forwards" else getattr(drafter, "preferred_draft_tokens", most)
-        count = asked or preferred
+        count = asked or preferred or 1
         return RouterConfig(
             risk=settings.risk,
             cost=cost,

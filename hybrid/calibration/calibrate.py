@@ -50,8 +50,8 @@ class CalibrationConfig(Config):
         domain: what the prompts are, for the record.
         temperature: of decoding; the profile holds for it alone.
         cost: by which the router decides, "forwards" or "measured"; the profile holds for it alone.
-        block_size: anchor and drafted tokens together; None is the drafter's own choice. The profile
-            holds for it alone.
+        block_size: anchor and drafted tokens together; None is the drafter's own choice. The
+            profile holds for it alone.
         max_new_tokens: length of each answer.
         fit_share: of the prompts, for the first part.
     """
@@ -86,20 +86,23 @@ def calibrate_profile(
     Raises:
         ConfigError: too few prompts, a drafter without confidences, or no threshold that keeps the
             promise.
-        CheckpointError: the profile cannot be written.
+        CheckpointError: the profile or its evidence cannot be written.
     """
     num_fit = round(len(prompts) * config.fit_share)
     numbered = list(enumerate(prompts))
-    if num_fit < 1 or num_fit == len(prompts):
+    if num_fit < 2 or num_fit == len(prompts):
         raise ConfigError(
             f"prompts: got {len(prompts)}, expected hundreds (700 for a risk of 2 %)."
         )
     params = SamplingParams(
         temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=0
     )
+    base = _profile(decoder, config)
     file = EvidenceFile(
-        output.with_name(output.name + ".evidence.jsonl"), _conditions(decoder, prompts, config)
+        output.with_name(output.name + ".evidence.jsonl"),
+        _conditions(decoder, prompts, config, base),
     )
+    base = base.replace(costs=file.keep_costs(base.costs))
     report = progress or (lambda *_: None)
 
     def decode(
@@ -111,7 +114,6 @@ def calibrate_profile(
             report(run, len(found), len(part))
         return found
 
-    base = _profile(decoder, config)
     first = decode(numbered[:num_fit], _strategy(base), "fit")
     curves = fit_curves([token for evidence in first for token in evidence.judged])
     base = base.replace(
@@ -277,14 +279,18 @@ def _strategy(profile: Profile) -> Strategy:
 
 
 def _conditions(
-    decoder: HybridDecoder, prompts: Sequence[Sequence[int]], config: CalibrationConfig
+    decoder: HybridDecoder,
+    prompts: Sequence[Sequence[int]],
+    config: CalibrationConfig,
+    base: Profile,
 ) -> dict[str, Any]:
-    """Return everything that the evidence depends on."""
-    model, adapter = decoder.identity()
+    """Return everything that the evidence depends on, but the costs."""
     digest = hashlib.sha256(json.dumps([list(ids) for ids in prompts]).encode()).hexdigest()
     return {
-        "model": model,
-        "adapter": adapter,
+        "model": base.model,
+        "adapter": base.adapter,
+        "drafter": decoder.drafter_name,
+        "router": base.router,
         "dtype": str(decoder.backbone.dtype),
         "prompts": digest[:16],
         **config.model_dump(),

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.decoder import HybridDecoder
-from hybrid.errors import ConfigError
+from hybrid.errors import CheckpointError, ConfigError
+from hybrid.files import replacing
 from hybrid.params import SamplingParams
 from hybrid.router.acceptance import outcomes
 from hybrid.strategy import Strategy
@@ -100,25 +101,37 @@ class EvidenceFile:
             conditions: everything that the evidence depends on.
 
         Raises:
-            ConfigError: it cannot be read, or was made under other conditions.
+            ConfigError: it was made under other conditions, or is no evidence.
+            CheckpointError: it cannot be read or written.
         """
         self._path, self._known = path, dict[tuple[str, int], PromptEvidence]()
+        self._costs: Any = None
         head = json.dumps(dict(conditions), sort_keys=True)
-        if not path.exists():
-            path.write_text(head + "\n", encoding="utf-8")
-            return
-        lines = path.read_text(encoding="utf-8").split("\n")
-        if lines[0] != head:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. Give another --output."
+            ) from error
+        # What an interruption cut short ends in no newline. It is not continued, but begun anew.
+        *lines, torn = text.split("\n")
+        if lines[:1] != [head] and (lines or not head.startswith(torn)):
             raise ConfigError(
                 f"{path} holds evidence of another calibration (other prompts, model or settings). "
                 "Delete it, or give another --output."
             )
         for number, line in enumerate(lines[1:], start=2):
-            if line:
-                self._read(line, number, is_last=number >= len(lines))
-        # What an interruption cut short is not continued, but begun anew.
-        if lines[-1]:
-            path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+            self._read(line, number)
+        if torn or not lines:
+            with replacing(path) as part:
+                part.write_text("\n".join(lines or [head]) + "\n", encoding="utf-8")
+
+    def keep_costs(self, costs: Any) -> Any:
+        """Return the costs of the first call; those that are given if this is the first."""
+        if self._costs is None:
+            self._costs = costs
+            self._append({"costs": costs})
+        return self._costs
 
     def find(self, run: str, index: int) -> PromptEvidence | None:
         """Return what is known of a prompt in a run."""
@@ -129,18 +142,23 @@ class EvidenceFile:
         self._known[run, index] = evidence
         row = {"run": run, "index": index, **asdict(evidence)}
         row["judged"] = [list(astuple(token)) for token in evidence.judged]
+        self._append(row)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _read(self, line: str, number: int, *, is_last: bool) -> None:
+    def _read(self, line: str, number: int) -> None:
         try:
             row = json.loads(line)
+            if "costs" in row:
+                self._costs = row["costs"]
+                return
             key = str(row.pop("run")), int(row.pop("index"))
             row["judged"] = tuple(Judged(*judged) for judged in row["judged"])
             self._known[key] = PromptEvidence(**row)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if not is_last:
-                raise ConfigError(f"{self._path} line {number}: not evidence: {error}.") from error
+            raise ConfigError(f"{self._path} line {number}: not evidence: {error}.") from error
 
 
 def collect(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid.decode.fallback import cut, draft_or_nothing, empty_proposal
+from hybrid.errors import ConfigError
 from hybrid.protocols import Carried, DraftState, Slots
 from hybrid.types import Plan, Proposal, Route
 
@@ -53,6 +54,23 @@ def draft_rows(engine: Engine, plans: Sequence[Plan]) -> Proposal:
     proposal = draft_or_nothing(engine, state, asked)
     proposal = cut(proposal, [plans[b].num_draft_tokens for b in wanting])
     return proposal if len(wanting) == len(rows) else _spread(proposal, wanting, len(rows))
+
+
+def route_rows(engine: Engine, proposal: Proposal) -> tuple[Route, ...]:
+    """Return what the router makes of the proposal, if it can be done.
+
+    Raises:
+        ConfigError: a route trusts or assumes more than it feeds.
+    """
+    routes = engine.router.judge(engine.rows, proposal, engine.history)
+    for route, count in zip(routes, proposal.num_tokens, strict=True):
+        fed = min(route.num_draft_tokens, count)
+        if not 0 <= route.num_unverified <= fed or any(not 0 <= j <= fed for j in route.points):
+            raise ConfigError(
+                f"router: got {route} for a row that can feed {fed} drafted tokens, expected "
+                "num_unverified and points of at most so many."
+            )
+    return routes
 
 
 def keep_slots(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row, describe_row
-from hybrid.decode.drafting import draft_rows, keep_slots
+from hybrid.decode.drafting import draft_rows, keep_slots, route_rows
 from hybrid.decode.fallback import absorb_or_nothing, carry_or_nothing, cut, observe_or_nothing
 from hybrid.decode.judging import bar, judge_draft
 from hybrid.decode.stopping import StopRule
@@ -61,7 +61,7 @@ def decode_step(engine: Engine) -> StepRecord:
     rows = engine.rows
     plans = engine.router.plan(rows, engine.history)
     proposed = draft_rows(engine, plans)
-    routes = engine.router.judge(rows, proposed, engine.history)
+    routes = route_rows(engine, proposed)
     proposal = cut(proposed, [route.num_draft_tokens for route in routes])
     drafted = time.perf_counter()
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hybrid.types import Mode, Plan, Proposal, Route, SequenceState, StepRecord
+
+# A group's first slot stands where the target's own next token goes; a draft begins behind it.
+_NEXT_SLOT = 2
 
 
 class FixedRouter:
@@ -32,8 +36,14 @@ class FixedRouter:
     def plan(
         self, rows: Sequence[SequenceState], history: Sequence[StepRecord]
     ) -> tuple[Plan, ...]:
-        """Return the plan, for every row."""
-        return (self._plan,) * len(rows)
+        """Return the plan, for every row.
+
+        After a miss of FUSED the end of an older group may be left, which assumed what was not
+        accepted: it is not read, a pass drafts.
+        """
+        last = {step.index: step.next_slot for step in history[-1].rows} if history else {}
+        afresh = replace(self._plan, may_reuse=False)
+        return tuple(afresh if last.get(row.row, 0) > _NEXT_SLOT else self._plan for row in rows)
 
     def judge(
         self,
@@ -42,9 +52,17 @@ class FixedRouter:
         history: Sequence[StepRecord],
     ) -> tuple[Route, ...]:
         """Feed and verify whatever was proposed."""
-        return tuple(Route(count, 0, self._points(count)) for count in proposal.num_tokens)
+        return tuple(
+            Route(count, 0, self._points(count) if _goes_on(row) else ())
+            for row, count in zip(rows, proposal.num_tokens, strict=True)
+        )
 
     def _points(self, count: int) -> tuple[int, ...]:
         if not self.num_slots:
             return ()
         return tuple(range(count + 1)) if self._is_quadratic else (count,)
+
+
+def _goes_on(row: SequenceState) -> bool:
+    """Whether a row could still draft in the next step, were one token committed in this one."""
+    return row.sampling.max_new_tokens - row.num_new_tokens > 2

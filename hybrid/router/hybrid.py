@@ -337,10 +337,8 @@ class HybridRouter:
         probability = memory.acceptance.probability
         return [probability(first + i if first else 0, sure[i]) for i in range(count)]
 
-    def monitor_after(self, history: Sequence[StepRecord]) -> RiskMonitor:
-        """Return the monitor once it has seen all rows of a call, one step after the other."""
-        monitor = self.monitor
-        assert monitor is not None
+    def monitor_after(self, monitor: RiskMonitor, history: Sequence[StepRecord]) -> RiskMonitor:
+        """Return a monitor once it has seen all rows of a call, one step after the other."""
         assert self.profile is not None
         for record in history:
             for row in record.rows:
