@@ -88,6 +88,16 @@ def checks_enabled() -> bool:
     return os.environ.get("HYBRID_CHECKS", "") == "1"
 
 
+def poison_enabled() -> bool:
+    """Return whether kernels fill their outputs first (``HYBRID_POISON=1``; in their tests)."""
+    return os.environ.get("HYBRID_POISON", "") == "1"
+
+
+def interprets_triton() -> bool:
+    """Return whether Triton interprets its kernels on the CPU (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "yes", "on", "y"}
+
+
 def is_offline() -> bool:
     """Return whether network access is forbidden (``HF_HUB_OFFLINE`` or ``HYBRID_OFFLINE``)."""
     names = ("HF_HUB_OFFLINE", "HYBRID_OFFLINE")

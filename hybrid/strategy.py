@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hybrid import registry
 from hybrid.config import Config
@@ -107,6 +107,12 @@ class Hybrid(VerifiedPreset):
     block_size: Annotated[int, Field(ge=2)] | None = None
     modes: tuple[Mode, ...] | None = None
     is_monitored: bool = True
+
+    @field_validator("modes", mode="before")
+    @classmethod
+    def _spelled(cls, modes: Any) -> Any:
+        """Let `modes=ar,fused` of a command line be a list."""
+        return modes.split(",") if isinstance(modes, str) else modes
 
 
 class DFlash(VerifiedPreset):

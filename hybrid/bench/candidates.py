@@ -91,7 +91,7 @@ class DecoderCandidate:
         self.decoder.tokenizer = None
         self._chosen = decoder.resolve_strategy(strategy)
         self.strategy, settings = self._chosen.name, self._chosen.settings
-        self.parameters = settings.model_dump(exclude_unset=True)
+        self.parameters = settings.model_dump(mode="json", exclude_unset=True)
         self.dtype = precision(decoder.backbone)
         self.name = f"{self.dtype} {self.strategy}"
         self.drafter: str | None = None

@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 # Probabilities of agreement at which a token might be trusted. Which of them are tested is decided
 # on the first part of the prompts, so the second is not asked more than once per threshold.
-GRID = (0.999, 0.997, 0.995, 0.99, 0.985, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.84, 0.8)
+GRID = (0.999, 0.997, 0.995, 0.993, 0.99, 0.985, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85, 0.8)
 # Below so many judged tokens a slot has no curve of its own, but shares that of the slots behind.
 _LEAST_TOKENS = 50
 _PRIOR = tuple(i / 20 for i in range(1, 20))
@@ -63,7 +63,7 @@ class CalibrationConfig(Config):
     cost: Literal["measured", "forwards"] = "forwards"
     block_size: Annotated[int, Field(ge=2)] | None = None
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
-    fit_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    fit_share: Annotated[float, Field(gt=0, lt=1)] = 0.4
 
 
 def calibrate_profile(
@@ -115,9 +115,8 @@ def calibrate_profile(
         return found
 
     first = decode(numbered[:num_fit], _strategy(base), "fit")
-    curves = fit_curves([token for evidence in first for token in evidence.judged])
     base = base.replace(
-        calibration=curves,
+        calibration=fit_curves([token for evidence in first for token in evidence.judged]),
         lossless_tokens_per_forward=speed(first),
         acceptance=counts(first),
     )
@@ -194,7 +193,8 @@ def worth_testing(first: Sequence[PromptEvidence], risk: float) -> list[float]:
     start = 0
     for index, threshold in enumerate(GRID):
         kept = [disagreement for score, disagreement in scored if score >= threshold]
-        if kept and sum(kept) / len(kept) <= risk / 2:
+        # One more disagreement than was seen: few tokens prove little.
+        if kept and (sum(kept) + 1) / len(kept) <= risk / 2:
             start = index
     return list(GRID[start:])
 

@@ -58,6 +58,9 @@ class CalibrationOptions:
     temperature: Annotated[
         float, typer.Option("--temperature", "-t", help="The profile holds for it alone.")
     ] = 0.0
+    fit_share: Annotated[
+        float, typer.Option(help="Of the prompts, for fitting; the others, which follow, test.")
+    ] = 0.4
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=2, help="Length of each answer.")
     ] = 64
@@ -79,14 +82,13 @@ def calibrate(what: CalibrationOptions, model: options.ModelOptions) -> None:
     from hybrid.calibration.check import check_profile
     from hybrid.calibration.tables import check_table, profile_table
     from hybrid.errors import ConfigError
+    from hybrid.pictures import new_figure
     from hybrid.prompt_files import prompt_ids, prompt_rows, read_bytes
 
     if (what.output is None) == (what.check is None):
         raise ConfigError("hybrid calibrate: expected --output or --check, one of them.")
-    decoder = options.load_decoder(model)
-    rows = prompt_rows(read_bytes(what.data), what.data.name)[: what.limit]
-    vocab_size = decoder.backbone.vocab_size
-    prompts = [prompt_ids(row, decoder.tokenizer, vocab_size, where) for where, row in rows]
+    if what.plot is not None:
+        new_figure(1, 1)  # without matplotlib it is refused now, not in the end
     config = CalibrationConfig(
         risk=what.risk,
         delta=what.delta,
@@ -94,8 +96,13 @@ def calibrate(what: CalibrationOptions, model: options.ModelOptions) -> None:
         cost=what.cost,
         block_size=what.block_size,
         temperature=what.temperature,
+        fit_share=what.fit_share,
         max_new_tokens=what.max_new_tokens,
     )
+    decoder = options.load_decoder(model)
+    rows = prompt_rows(read_bytes(what.data), what.data.name)[: what.limit]
+    vocab_size = decoder.backbone.vocab_size
+    prompts = [prompt_ids(row, decoder.tokenizer, vocab_size, where) for where, row in rows]
     with options.progress_bar() as report:
         if what.check is not None:
             document = check_profile(

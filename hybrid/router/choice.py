@@ -163,7 +163,7 @@ def cut_in_order(
     Returns:
         The best option of each mode for the tokens that are fed, all of the same number.
     """
-    mode = max(best_options([typical], prices, modes), key=_value).mode
+    mode = best_of(best_options([typical], prices, modes)).mode
     num_fed = 0
     while num_fed < len(odds):
         known = num_fed + 1
@@ -176,5 +176,12 @@ def cut_in_order(
     return best_options([fed], prices, modes, least=num_fed, num_sure=min(num_sure, num_fed))
 
 
-def _value(option: Option) -> float:
-    return option.value
+def best_of(options: Sequence[Option], bonus: Callable[[Option], float] | None = None) -> Option:
+    """Return the option of the largest value; of equal ones that which leaves most rows with slots.
+
+    Args:
+        options: at least one.
+        bonus: added to the value of each.
+    """
+    add = bonus or (lambda _: 0.0)
+    return max(options, key=lambda option: (option.value + add(option), option.hits))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hybrid.errors import ConfigError
 from hybrid.router.acceptance import CARRIED, COPIED, FRESH
-from hybrid.router.choice import Explanation, Option, best_options, cut_in_order
+from hybrid.router.choice import Explanation, Option, best_of, best_options, cut_in_order
 from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape
 from hybrid.router.memory import AR, Memory, watched
@@ -241,8 +241,8 @@ class HybridRouter:
         without = max(values[AR], values.get(CARRIED, values[AR]))
         held = sum(option.value for option in reuse.values())
         choices = {NO_PASS: held + num_bare * without}
-        if is_own and num_bare and FRESH in values:
-            choices = {}  # a sampled row is always drafted
+        if is_own and num_bare and FRESH in values and without <= values[AR]:
+            choices = {}  # nothing is ever tried for such a row, so it drafts or carries
         if FRESH in values:
             # A pass for some rows costs less than the share that the others would have borne.
             fresh, ms, batch = values[FRESH], memory.costs.ms, len(rows)
@@ -300,7 +300,7 @@ class HybridRouter:
         prices = memory.prices(shape.rows, shape.drafting)
         explanation.rate = prices.rate
         options = best_options(odds, prices, modes, least=int(is_trial))
-        chosen = max(options, key=lambda option: option.value)
+        chosen = best_of(options)
         if trial == AR:
             chosen = options[0]
         elif trial == CARRIED and len(modes) > 1:
@@ -326,7 +326,7 @@ class HybridRouter:
         explanation.rate = prices.rate
         modes = self._modes if _num_left(row) > 2 else self._modes[:1]
         options = cut_in_order(odds, typical, prices, modes, sure)
-        chosen = max(options, key=lambda option: option.value)
+        chosen = best_of(options)
         explanation.options, explanation.chosen = options, chosen
         return _route(chosen, len(odds), sure)
 

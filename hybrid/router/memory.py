@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid.router.acceptance import CARRIED, COPIED, FRESH, AcceptanceModel, outcomes
-from hybrid.router.choice import Option, Prices, best_options
+from hybrid.router.choice import Option, Prices, best_of, best_options
 from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape, shape_of
 from hybrid.router.monitor import RiskMonitor
@@ -75,7 +75,8 @@ class Memory:
         self._config, self._profile, self._only = config, profile, only
         self._modes = (Mode.SPECULATIVE, *config.carrying_modes)
         self._cursor, self.num_steps, self._batch = 0, 0, batch
-        self._tokens = self._time = _START_STEPS
+        self._time = _START_STEPS
+        self._tokens = _START_STEPS * self._promise()
         self._pass_share = 1.0  # of the drafts that need a pass, against copies
         self._elapsed, self._last_visit, self._num_vain = 0.0, 0.0, 1
         self._used = dict.fromkeys(_ARMS, 0)  # step in which each arm was last in use
@@ -163,6 +164,26 @@ class Memory:
         is_better = self.trial == FRESH and FRESH in arms and is_news
         self.trial = FRESH if is_better else self._due()
 
+    def _promise(self) -> float:
+        """Return the tokens of a row in the time of an AR step, if drafts are what they seem to be.
+
+        A speed to begin with: one that is too low takes time for cheap, and wastes it.
+        """
+        config, batch, best = self._config, self._batch, 1.0
+        kinds = [(self.acceptance.typical(FRESH, 1, config.num_draft_tokens), batch, False)]
+        if config.carrying_modes:
+            odds = self.acceptance.typical(CARRIED, 2, config.group_size - 1)
+            kinds.append((odds, 0, True))
+        for odds, drafting, carries in kinds:
+            tokens, alive = 1.0, 1.0
+            for n in range(len(odds) + 1):
+                groups = (n + 1 if Mode.ONE_PASS in config.modes else 1) if carries else 0
+                ms = self.costs.ms(StepShape(batch, 1 + n, groups, drafting))
+                best = max(best, tokens * self._ar_ms / ms)
+                alive *= odds[n] if n < len(odds) else 0.0
+                tokens += alive
+        return best
+
     def _refresh(self) -> None:
         """Renew the values of the kinds of step, and with them the worth of slots."""
         config, count = self._config, self._config.num_draft_tokens
@@ -184,7 +205,7 @@ class Memory:
 
     def _best(self, odds: Sequence[float], drafting: int) -> Option:
         options = best_options([odds], self._prices_of_one(drafting), self._modes)
-        return max(options, key=lambda option: option.value)
+        return best_of(options)
 
     def _prices_of_one(self, drafting: int) -> Prices:
         """Return the prices of a step in which all rows do the same, one row's share of it."""

@@ -183,9 +183,9 @@ def test_what_must_not_follow_clock_or_batch_does_not(fields):
     assert choices(GPU, {"temperature": 2.0}, 0.5) == alone
 
 
-def test_sampled_rows_are_always_drafted_with_the_same_number():
+def test_sampled_rows_are_drafted_with_the_same_number_or_not_at_all():
     machine = Machine(router(count=5), [row(0, 100, temperature=1.0)], hostile, CPU).run(100)
-    assert {plan.num_draft_tokens for (plan,) in machine.plans} == {5}
+    assert {plan.num_draft_tokens for (plan,) in machine.plans} <= {0, 5}
     assert all(plan.may_draft for (plan,) in machine.plans)
 
 
