@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,7 @@ class FakeDecoder:
         params: Any = None,
         *,
         strategy: str | Strategy | None = None,
+        record: Path | None = None,
         allow_unverified: bool = False,
     ) -> Iterator[StreamEvent]:
         """Yield one event per step of the script."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from profiles import made_up
 
+from hybrid import HybridDecoder
 from hybrid.cli.bench_tables import print_tables
 from hybrid.models.tiny import tiny_checkpoint
 
@@ -75,15 +77,25 @@ def test_json_alone_without_transformers(run, model, tmp_path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"p": [5, 6, 7]}\n{"prompt": "hello"}\n')
     args = ("bench", "--model", model, "--json", "--no-transformers", "-n", "4")
-    options = ("--strategies", "auto,ngram,auto", "--num-draft-tokens", "2")
+    options = ("--strategies", "hybrid,ngram,hybrid", "--num-draft-tokens", "2")
     code, stdout, _ = run(*args, *options, "--prompts", str(prompts))
     assert code == 0
     document = json.loads(stdout)
-    assert [row["strategy"] for row in document["rows"]] == ["auto", "ngram"]
+    assert [row["strategy"] for row in document["rows"]] == ["hybrid", "ngram"]
     assert all(row["ratios"] == {} and row["reference"] is None for row in document["rows"])
     assert document["settings"]["num_prompt_tokens"][0] == 3
     assert document["settings"]["prompts"] == "prompts.jsonl"
     assert all(row["num_draft_tokens"] <= 2 for row in document["rows"])
+
+
+def test_a_profile_is_named_by_its_path(run, model, tmp_path) -> None:
+    path = tmp_path / "profile.json"
+    made_up(HybridDecoder.from_pretrained(model), 0.9).save(path)
+    given = ("--strategies", "hybrid", "--set", f"profile={path}", "--set", "modes=ar,speculative")
+    code, out, _ = run("bench", "--model", model, "--no-transformers", "--json", *QUICK, *given)
+    assert code == 0
+    (row,) = json.loads(out)["rows"]
+    assert row["parameters"] == {"profile": str(path), "modes": ["ar", "speculative"]}
 
 
 def test_categories_are_reported(run, model, tmp_path) -> None:

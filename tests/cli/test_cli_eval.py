@@ -163,7 +163,7 @@ def test_a_real_model_and_its_usual_strategies(run, tmp_path) -> None:
 def test_without_matplotlib_there_are_numbers_all_the_same(
     run, tasks, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hybrid.eval.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("hybrid.pictures.is_available", lambda: False)
     out = tmp_path / "out"
     code, _, stderr = run("eval", *tasks, "--out", str(out), decoder=answering(ANSWERS))
     assert code == 0

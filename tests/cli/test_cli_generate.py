@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from hybrid import __version__
 from hybrid.cli.options import SamplingOptions
 from hybrid.errors import CheckpointError, ConfigError
+from hybrid.models.tiny import tiny_checkpoint
 from hybrid.params import SamplingParams
 from hybrid.strategy import Strategy
 from hybrid.types import Context
@@ -272,7 +274,7 @@ def test_stats_count_denoising_forwards(run, fake) -> None:
     code, _, err = run("generate", "hi", *args, decoder=fake.DenoisingDecoder())
     text = " ".join(err.split())
     assert code == 0
-    assert "model fake, strategy llada, parameters steps=7 block_size=null" in text
+    assert "model fake, strategy llada, parameters steps=7 remasking=low_confidence" in text
     assert "verifier" not in text
     assert "forwards 4 (0 prefill, 0 draft, 0 verify, 4 denoising)" in text
     code, _, err = run("generate", "hi", "--stats", "--strategy", "ar", decoder=fake.FakeDecoder())
@@ -290,7 +292,7 @@ def test_stats_count_denoising_forwards(run, fake) -> None:
         (("--strategy", "llada", "--set", "name=x"), "no parameter 'name'"),
         (("--strategy", "llada", "--set", "self=x"), "no parameter 'self'"),
         (("--set", "blok_size=3"), "Did you mean 'block_size'?"),
-        (("--strategy", "llada"), "For this model: ar, speculative, ngram, auto"),
+        (("--strategy", "llada"), "For this model: ar, speculative, hybrid, ngram, dflash"),
     ],
 )
 def test_a_strategy_that_cannot_be_is_one_line(run, fake, args, message) -> None:
@@ -320,3 +322,52 @@ def test_allow_unverified_reaches_the_decoder(run, fake) -> None:
     args = ("--strategy", "speculative", "--allow-unverified")
     assert run("generate", "hi", *args, decoder=decoder)[0] == 0
     assert run("generate", "hi", *args, "--json", decoder=decoder)[0] == 0
+
+
+# Strategy "hybrid"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize("sampled", [(), ("--temperature", "0.8", "--seed", "1")])
+def test_a_recorded_run_can_be_explained(run, model, tmp_path, sampled) -> None:
+    path = str(tmp_path / "runs" / "run.jsonl")
+    words = ("generate", "ab ab ab ab", "--model", model, "-n", "30", "--ignore-eos", *sampled)
+    code, out, _ = run(*words, "--strategy", "hybrid", "--record", path, "--json")
+    assert code == 0
+    result = json.loads(out)
+    code, out, err = run("explain", path, "--json")
+    assert (code, err) == (0, "")
+    reasons = [json.loads(line) for line in out.splitlines()]
+    assert all(reason["agrees"] for reason in reasons)
+    assert sum(reason["num_committed"] for reason in reasons) == 29  # the prefill's is not decided
+    counts = Counter(reason["mode"] for reason in reasons)
+    assert counts == result["stats"]["forwards_by_mode"]  # copied drafts cost no pass
+    code, out, _ = run("explain", path)
+    assert f"1 rows, {len(reasons)} steps, 29 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--risk", "0.5"), "no profile that says which tokens can be trusted. Make one with"),
+        (("--risk", "0.5", "--strategy", "ar"), "got 0.5 for strategy 'ar', expected 'hybrid'"),
+        (("--risk", "1.5"), "risk: got 1.5, expected less than 1"),
+        (("--risk", "0.5", "--set", "profile=missing.json"), "missing.json is not a profile"),
+        (("--strategy", "hybrid", "--set", "modes=ar,prefill"), "modes: got prefill, expected"),
+        (("--strategy", "hybrid", "--set", "block_size=99"), "got 98, expected at most 7"),
+        (("--record", "run.jsonl"), "record: got strategy 'speculative', expected 'hybrid'"),
+    ],
+)  # fmt: skip
+def test_what_the_router_cannot_do_is_one_line(
+    run, model, tmp_path, monkeypatch, args, message
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("generate", "hi", "--model", model, "-n", "4", *args)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1 + err.count(" ...\n")
+    assert list(tmp_path.iterdir()) == []

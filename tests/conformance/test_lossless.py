@@ -250,7 +250,7 @@ def test_a_row_does_not_depend_on_its_batch(drafter, params):
             assert result.stats.acceptance_histogram == alone.stats.acceptance_histogram
 
 
-@pytest.mark.parametrize("strategy", ["ar", "speculative", "ngram", "auto"])
+@pytest.mark.parametrize("strategy", ["ar", "speculative", "ngram", "hybrid"])
 def test_same_seed_same_tokens(strategy):
     model = decoder(tiny_backbone("llama"), "self-diffusion")
     prompt = PROMPTS[0]

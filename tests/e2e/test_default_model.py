@@ -39,7 +39,7 @@ def test_float32_tokens_equal_those_of_transformers(float32):
             assert list(result.token_ids) == expected, (text, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ngram", "speculative", "auto"])
+@pytest.mark.parametrize("strategy", ["ngram", "speculative", "hybrid"])
 def test_packed_tokens_equal_those_of_ar(int4, strategy):
     for text in PROMPTS[:4]:
         prompt = chat(int4, text)

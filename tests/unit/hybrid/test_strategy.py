@@ -6,6 +6,7 @@ import pytest
 
 from hybrid import HybridDecoder, Strategy, registry
 from hybrid.errors import ConfigError
+from hybrid.types import Mode
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -25,6 +26,13 @@ def llada() -> HybridDecoder:
         ("llada", {"self": 1}, "has no parameter 'self'"),
         ("llada", {"name": 1}, "has no parameter 'name'"),
         (["llada"], {}, "strategy: got"),
+        (
+            "hybrid",
+            {"modes": "ar,fusd"},
+            "strategy 'hybrid': modes.1: got 'fusd', expected 'prefill'",
+        ),
+        ("hybrid", {"cost": "time"}, "strategy 'hybrid': cost: got 'time'"),
+        ("hybrid", {"risk": 1}, "strategy 'hybrid': risk: got 1"),
     ],
 )
 def test_bad_presets(name, parameters, said):
@@ -32,7 +40,12 @@ def test_bad_presets(name, parameters, said):
         Strategy.preset(name, **parameters)
 
 
-@pytest.mark.parametrize("name", ["ar", "speculative", "ngram", "auto", "sdar", "nemotron"])
+def test_modes_may_be_spelled_as_on_a_command_line():
+    spelled = Strategy.preset("hybrid", modes="ar,fused")
+    assert spelled == Strategy.preset("hybrid", modes=(Mode.AR, Mode.FUSED))
+
+
+@pytest.mark.parametrize("name", ["ar", "speculative", "ngram", "hybrid", "sdar", "nemotron"])
 def test_what_a_bidirectional_model_cannot_run(llada, name):
     with pytest.raises(ConfigError, match=f"strategy '{name}': ") as refused:
         llada.generate([1, 2], strategy=name, allow_unverified=True)

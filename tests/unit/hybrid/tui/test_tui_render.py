@@ -160,10 +160,10 @@ def test_status_has_all_five_numbers_at_any_width() -> None:
 
 def test_status_names_the_mode_when_the_strategy_does_not() -> None:
     turn = turn_of(*EVENTS)
-    turn.strategy = "auto"
-    assert render.status(turn, 80).plain.startswith("auto (speculative) |")
+    turn.strategy = "hybrid"
+    assert render.status(turn, 80).plain.startswith("hybrid (speculative) |")
     turn.result = GenerationResult(turn.text, (1,), "stop", stats=turn.stats)
-    assert render.status(turn, 80).plain.startswith("auto |")
+    assert render.status(turn, 80).plain.startswith("hybrid |")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hybrid.types import Context, GenerationResult, Mode, RowStep, Source, StepR
 class Decoder:
     """What a session asks of a decoder."""
 
-    strategies = ("ar", "speculative", "auto")
+    strategies = ("ar", "speculative", "hybrid")
 
     def __init__(self, **backbone: Any) -> None:
         known = {"context": Context.CAUSAL, "can_verify": True, "mask_token_id": None}
@@ -91,8 +91,8 @@ def test_max_new_tokens_is_cut_to_the_context(session: ChatSession) -> None:
 
 
 def test_settings(session: ChatSession) -> None:
-    assert said(session, "/strategy auto") == "strategy: auto (of ar, speculative, auto)"
-    assert session.strategy == Strategy.preset("auto")
+    assert said(session, "/strategy hybrid") == "strategy: hybrid (of ar, speculative, hybrid)"
+    assert session.strategy == Strategy.preset("hybrid")
     assert said(session, "/temperature 0.7") == "temperature: 0.7 (sampled)"
     assert session.sampling == SamplingParams(temperature=0.7)
     assert said(session, "/temperature") == "temperature: 0.7 (sampled)"
@@ -122,7 +122,7 @@ def test_reset_keeps_the_settings(session: ChatSession) -> None:
         ("/strategy speculative block_size=0", "greater than or equal to 1"),
         ("/strategy speculative 4", "/strategy: got '4', expected KEY=VALUE"),
         ("/strategy speculative name=4", "has no parameter 'name'"),
-        ("/strategy llada", "For this model: ar, speculative, ngram, auto"),
+        ("/strategy llada", "For this model: ar, speculative, hybrid, ngram, dflash"),
         ("/temperature warm", "expected a number"),
         ("/temperature nan", "temperature"),
         ("/temperature -1", "temperature"),
@@ -150,7 +150,7 @@ def test_a_bad_command_changes_nothing(session: ChatSession, line: str, expected
 def test_a_strategy_takes_parameters_and_is_spelled_as_it_was_given(session: ChatSession) -> None:
     command = "/strategy speculative  block_size=6 threshold=0.5"
     spelled = "speculative block_size=6 threshold=0.5"
-    assert said(session, command) == f"strategy: {spelled} (of ar, speculative, auto)"
+    assert said(session, command) == f"strategy: {spelled} (of ar, speculative, hybrid)"
     assert session.strategy == Strategy.preset("speculative", block_size=6, threshold=0.5)
     assert session.strategy_text == spelled
     session.execute("/strategy speculative block_size=null")  # the others are the defaults again
