@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from hybrid.carried import Carried, KeptSlots
 from hybrid.decode.fallback import empty_proposal
 from hybrid.drafters.ngram import find_continuation
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.models.adapter import DiffusionAdapter
-from hybrid.protocols import Backbone, Carried, DraftState, Slots
+from hybrid.protocols import Backbone, DraftState
 from hybrid.types import Plan, Proposal, RowStep, SequenceState, StepRecord
 
 # How often a copied token was right by the length of the match, 1 to 6: greedy answers of the
@@ -170,7 +171,7 @@ class CombinedDrafter:
         return self._rows.setdefault(row, _Row())
 
     def _prefers_copy(
-        self, row: SequenceState, copy: _Copy, limit: int, carried: Slots | None
+        self, row: SequenceState, copy: _Copy, limit: int, carried: KeptSlots | None
     ) -> bool:
         if not copy.tokens:
             return False

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from hybrid.attention.pattern import bidirectional, causal, groups
+from hybrid.carried import Carried, KeptSlots
 from hybrid.drafters.drawing import draw_token, point_mass
 from hybrid.errors import ConfigError
 from hybrid.models.adapter import DiffusionAdapter, own_drafts
 from hybrid.models.draft_input import MASKED, noise, reveal, reveal_sure
-from hybrid.protocols import Backbone, Carried, DraftState, Entry, Slots
+from hybrid.protocols import Backbone, DraftState, Entry
 from hybrid.sampling import argmax
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
@@ -271,7 +272,7 @@ class SelfDiffusionDrafter:
         head, count = self._adapter.head, known.shape[1]
         before = torch.tensor([row.tokens[-1:-3:-1] for row in rows], device=slots.device)  # [B, 2]
         is_plain = all(r.sampling.is_greedy and not r.sampling.has_penalties for r in rows)
-        # Slots that ask nothing share one product, so that the head is read once.
+        # KeptSlots that ask nothing share one product, so that the head is read once.
         at_once = None
         if head.sampler is None:
             at_once = head.logits(slots.flatten(0, 1), None).view(len(rows), count, -1)
@@ -352,7 +353,7 @@ def _only(state: DraftState, some: Sequence[int]) -> DraftState:
 
 
 def _beside(
-    filled: Tensor | None, fresh: Sequence[int], carried: Sequence[Slots | None], known: Tensor
+    filled: Tensor | None, fresh: Sequence[int], carried: Sequence[KeptSlots | None], known: Tensor
 ) -> Tensor:
     """Return the slots of all rows [B, K, C]: those of a pass, and those that were carried."""
     like = next(own.hidden for own in carried if own is not None)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hybrid.carried import Carried, KeptSlots
 from hybrid.decode.fallback import cut, draft_or_nothing, empty_proposal
 from hybrid.errors import ConfigError
-from hybrid.protocols import Carried, DraftState, Slots
+from hybrid.protocols import DraftState
 from hybrid.types import Plan, Proposal, Route
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def keep_slots(
             own = states[b, group * size + carried.first_drafting : (group + 1) * size]
             # cached_len has moved on by the accepted tokens and one more.
             anchor = row.cached_len - (num_accepted[b] + 1) + fitting[-1]
-            engine.slots[row.row] = Slots(anchor + 1, 1, own)
+            engine.slots[row.row] = KeptSlots(anchor + 1, 1, own)
         left = engine.slots.pop(row.row, None)
         left = None if left is None else left.at(len(row.tokens))
         if left is not None and row.finish_reason is None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from hybrid.carried import Carried
 from hybrid.errors import ProposalError
-from hybrid.protocols import Carried, CarryingDrafter, DraftState, can_carry
+from hybrid.protocols import CarryingDrafter, DraftState, can_carry
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 if TYPE_CHECKING:

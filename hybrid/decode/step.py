@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from hybrid.attention.pattern import causal
+from hybrid.carried import KeptSlots
 from hybrid.decode.commit import commit_row, describe_row
 from hybrid.decode.drafting import draft_rows, keep_slots, route_rows
 from hybrid.decode.fallback import absorb_or_nothing, carry_or_nothing, cut, observe_or_nothing
 from hybrid.decode.judging import bar, judge_draft
 from hybrid.decode.stopping import StopRule
-from hybrid.protocols import Backbone, Cache, Drafter, DraftState, Router, Slots, Verifier
+from hybrid.protocols import Backbone, Cache, Drafter, DraftState, Router, Verifier
 from hybrid.types import Mode, Proposal, SequenceState, StepRecord
 
 
@@ -46,7 +47,7 @@ class Engine:
     rules: dict[int, StopRule] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     history: list[StepRecord] = field(default_factory=list)
-    slots: dict[int, Slots] = field(default_factory=dict)
+    slots: dict[int, KeptSlots] = field(default_factory=dict)
     drafter_failed: bool = False
     barred: tuple[int, ...] = ()
 

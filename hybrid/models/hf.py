@@ -20,11 +20,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.rows import Rows
+from hybrid.carried import Carried
 from hybrid.config import is_offline
 from hybrid.errors import CapacityError, ConfigError
 from hybrid.models.checkpoint import read_json, refuse_foreign_code, token_ids
 from hybrid.models.pretrained import load_pretrained
-from hybrid.protocols import PREFILL_CHUNK, Cache, Carried, Entry, ForwardOutput
+from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Context, Write
 
 # 5.24 calls it `cache`; before, most models said `past_key_values` and recurrent ones the last.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.kv_cache import KVCache, padded
+from hybrid.carried import Carried
 from hybrid.models.attention import Attention
 from hybrid.models.checkpoint import Weight
 from hybrid.models.feature_cache import FeatureCache
@@ -22,7 +23,7 @@ from hybrid.models.moe import swiglu
 from hybrid.models.rope import Rope
 from hybrid.models.spec import ModelSpec
 from hybrid.models.weights import Layer, Weights
-from hybrid.protocols import PREFILL_CHUNK, Cache, Carried, Entry, ForwardOutput
+from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Write
 
 

@@ -13,11 +13,12 @@ from fakes import random_adapter, random_prompts, tiny_backbone
 from torch import Tensor
 
 from hybrid.attention.pattern import causal
+from hybrid.carried import KeptSlots
 from hybrid.drafters.combined import CombinedDrafter
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
-from hybrid.protocols import CarryingDrafter, DraftState, Slots, can_carry
+from hybrid.protocols import CarryingDrafter, DraftState, can_carry
 from hybrid.types import Mode, Plan, SequenceState
 
 K = 5
@@ -133,7 +134,7 @@ def test_drafting_from_point_0_is_drafting_afresh(kind: str, temperature: float)
     params = SamplingParams(temperature=temperature, max_new_tokens=30, seed=6)
     drafter = drafter_of(kind)
     found, rows = carried_slots(drafter, PROMPTS[:2], DRAFTS[:2], [(0,), (0,)], params)
-    slots = {r.row: Slots(len(r.tokens), 1, own[0]) for r, own in zip(rows, found, strict=True)}
+    slots = {r.row: KeptSlots(len(r.tokens), 1, own[0]) for r, own in zip(rows, found, strict=True)}
     plan = Plan(Mode.FUSED, K)
     rows, kv, hidden = prepared(drafter, PROMPTS[:2], params)
     reused = drafter.draft(DraftState(rows, kv, hidden, slots, wants_features=True), plan)
@@ -157,8 +158,8 @@ def test_rows_with_and_without_slots_share_a_draft(temperature: float) -> None:
     drafter, plan = drafter_of("late"), Plan(Mode.FUSED, K)
     made = torch.randn(K, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
-    def slots_of(row: SequenceState) -> dict[int, Slots]:
-        own = {1: Slots(len(row.tokens), 3, made[:2]), 3: Slots(len(row.tokens), 2, made)}
+    def slots_of(row: SequenceState) -> dict[int, KeptSlots]:
+        own = {1: KeptSlots(len(row.tokens), 3, made[:2]), 3: KeptSlots(len(row.tokens), 2, made)}
         return {row.row: own[row.row]} if row.row in own else {}
 
     rows, kv, hidden = prepared(drafter, PROMPTS, params)
@@ -197,7 +198,7 @@ def test_a_floor_ends_a_draft_of_carried_slots_too() -> None:
         floored.config = config
         drafter = SelfDiffusionDrafter(backbone, floored)
         (row,), kv, hidden = prepared(drafter, PROMPTS[:1], SamplingParams(max_new_tokens=30))
-        state = DraftState([row], kv, hidden, {0: Slots(len(row.tokens), 2, slots)})
+        state = DraftState([row], kv, hidden, {0: KeptSlots(len(row.tokens), 2, slots)})
         assert drafter.draft(state, Plan(Mode.FUSED, K)).num_tokens == (length,)
 
 

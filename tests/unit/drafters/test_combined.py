@@ -10,11 +10,12 @@ import torch
 from fakes import decoder, make_engine, random_adapter, random_prompts, tiny_backbone
 
 from hybrid import HybridDecoder
+from hybrid.carried import KeptSlots
 from hybrid.decode.loop import run
 from hybrid.drafters.combined import COPY_PRIORS, DIFFUSION_PRIOR, Belief, CombinedDrafter
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
-from hybrid.protocols import DraftState, Slots
+from hybrid.protocols import DraftState
 from hybrid.types import Mode, Plan, Proposal, RowStep, SequenceState, Source, StepRecord
 
 VOCAB, WIDTH = 64, 3
@@ -272,13 +273,13 @@ def test_what_is_known_of_slots_lies_in_their_rows():
 def test_carried_slots_cost_nothing_more():
     """Against the same weak copy: fresh slots of a dear pass lose, carried ones win."""
     rows = rows_of([1, 2, 3, 9, 2, 1, 9, 2], temperature=1.0)
-    slots = {0: Slots(8, 2, torch.zeros(WIDTH, 1))}
+    slots = {0: KeptSlots(8, 2, torch.zeros(WIDTH, 1))}
     hidden = {3: torch.zeros(1, 1)}
     plan = Plan(Mode.FUSED, WIDTH)
     drafter = make(entry_layer=0)
     assert drafter.draft(DraftState(rows, None, hidden), plan).tokens[0, 0] != SLOT
     assert drafter.draft(DraftState(rows, None, hidden, slots), plan).tokens[0, 0] == SLOT
-    few = {0: Slots(8, 2, torch.zeros(1, 1))}  # 1.55 tokens, less than the copy's 1.9
+    few = {0: KeptSlots(8, 2, torch.zeros(1, 1))}  # 1.55 tokens, less than the copy's 1.9
     assert drafter.draft(DraftState(rows, None, hidden, few), plan).tokens[0, 0] != SLOT
 
 
