@@ -10,11 +10,11 @@ import torch
 from carrying import CarryingFake, CarryingTarget, carrying_engine
 from fakes import ScriptedTarget, make_engine
 
+from hybrid.carried import KeptSlots
 from hybrid.decode.drafting import draft_rows, keep_slots
 from hybrid.decode.loop import prefill, run
 from hybrid.decode.step import decode_step
 from hybrid.params import SamplingParams
-from hybrid.protocols import Slots
 from hybrid.router.fixed import FixedRouter
 from hybrid.types import Mode, Plan, Route, SequenceState
 
@@ -71,7 +71,7 @@ def test_a_group_of_random_tokens_drafts_from_its_anchors_row_on():
 
 
 def test_older_slots_stay_until_they_are_passed_by():
-    old = Slots(11, 5, torch.arange(6.0)[:, None])  # for the tokens at 11, ..., 16
+    old = KeptSlots(11, 5, torch.arange(6.0)[:, None])  # for the tokens at 11, ..., 16
     assert kept((), 0, old=old, carries=False) == (6, [1, 2, 3, 4, 5])
     assert kept((3,), 2, old=old) == (8, [3, 4, 5])
     assert kept((2,), 2, old=old) == (2, [202, 203]), "a new group replaces them"
@@ -81,11 +81,11 @@ def test_older_slots_stay_until_they_are_passed_by():
 
 def test_a_row_that_ended_keeps_nothing():
     assert kept((0,), 0, finish_reason="stop") is None
-    assert kept((), 0, old=Slots(11, 1, torch.zeros(9, 1)), finish_reason="length") is None
+    assert kept((), 0, old=KeptSlots(11, 1, torch.zeros(9, 1)), finish_reason="length") is None
 
 
 def test_slots_at_a_position():
-    slots = Slots(7, 2, torch.arange(3.0)[:, None])
+    slots = KeptSlots(7, 2, torch.arange(3.0)[:, None])
     assert slots.at(6) is None
     assert slots.at(10) is None
     for passed in range(3):
@@ -140,8 +140,9 @@ def test_only_rows_that_ask_are_drafted_for():
 
 def test_slots_serve_rows_that_may_not_draft_and_those_that_may_reuse():
     own = torch.tensor([[1.0, 1, 1, 2], [1, 1, 1, 3]])
-    slots = {row: Slots(row + 2, 2, own) for row in range(4)}  # text: row + 1 tokens and one more
-    slots[3] = Slots(4, 1, own)  # for the token at 4; the row has five already
+    # text: row + 1 tokens and one more
+    slots = {row: KeptSlots(row + 2, 2, own) for row in range(4)}
+    slots[3] = KeptSlots(4, 1, own)  # for the token at 4; the row has five already
     plans = [
         plan(3, may_draft=False),
         plan(3, may_reuse=False),
