@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 # Probabilities of agreement at which a token might be trusted. Which of them are tested is decided
 # on the first part of the prompts, so the second is not asked more than once per threshold.
-GRID = (0.999, 0.997, 0.995, 0.993, 0.99, 0.985, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85, 0.8)
+GRID = (0.999, 0.995, 0.99, 0.985, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85, 0.8)
 # Below so many judged tokens a slot has no curve of its own, but shares that of the slots behind.
 _LEAST_TOKENS = 50
 _PRIOR = tuple(i / 20 for i in range(1, 20))
@@ -179,9 +179,10 @@ def worth_testing(first: Sequence[PromptEvidence], risk: float) -> list[float]:
     """Return the thresholds to test, strict to lax, from the first part of the prompts alone.
 
     A very strict one leaves so few tokens unverified that nothing can be shown about them, and
-    would end the sequence. So it begins with the laxest one whose tokens seem to disagree half as
-    often as they may; curves of one half of the prompts judge the other half, because a curve
-    flatters the data that it was fitted to.
+    would end the sequence. So it begins with the laxest one whose tokens seem to disagree a quarter
+    as often as they may: in use, tokens were seen to disagree twice as often as in this part, where
+    a draft is judged up to its first rejection only. Curves of one half of the prompts judge the
+    other half, because a curve flatters the data that it was fitted to.
     """
     halves = first[::2], first[1::2]
     scored: list[tuple[float, float]] = []
@@ -194,7 +195,7 @@ def worth_testing(first: Sequence[PromptEvidence], risk: float) -> list[float]:
     for index, threshold in enumerate(GRID):
         kept = [disagreement for score, disagreement in scored if score >= threshold]
         # One more disagreement than was seen: few tokens prove little.
-        if kept and (sum(kept) + 1) / len(kept) <= risk / 2:
+        if kept and (sum(kept) + 1) / len(kept) <= risk / 4:
             start = index
     return list(GRID[start:])
 
