@@ -12,6 +12,7 @@ from typing import Any
 from hybrid.decoder import HybridDecoder
 from hybrid.metrics import pooled
 from hybrid.params import SamplingParams
+from hybrid.router.config import RouterConfig
 from hybrid.router.profile import Profile
 from hybrid.strategy import Strategy
 from hybrid.types import GenerationResult
@@ -30,8 +31,8 @@ def check_profile(
 ) -> dict[str, Any]:
     """Decode every prompt by each strategy in turn, and compare.
 
-    `cost="forwards"` decides, so the numbers repeat: each prompt goes through "ar" (the texts that
-    the others are compared with), "speculative", "hybrid" without risk and with it.
+    Each prompt goes through "ar" (the texts that the others are compared with), "speculative",
+    "hybrid" without risk and with it, routed as the profile was calibrated.
 
     Args:
         decoder: the model with its adapter.
@@ -50,10 +51,14 @@ def check_profile(
     """
     found = Profile.load(profile)
     params = SamplingParams(temperature=found.temperature, max_new_tokens=max_new_tokens, seed=0)
+    same: dict[str, Any] = {"profile": profile}  # without risk, routed as with it
+    if found.router is not None:
+        config = RouterConfig(**found.router)
+        same |= {"cost": config.cost, "block_size": config.num_draft_tokens + 1}
     strategies = {
         "ar": Strategy.preset("ar"),
         "speculative": Strategy.preset("speculative"),
-        "hybrid risk=0": Strategy.preset("hybrid", cost="forwards", profile=profile),
+        "hybrid risk=0": Strategy.preset("hybrid", **same),
     }
     for risk in sorted({found.risk, *risks}):
         strategies[f"hybrid risk={risk}"] = Strategy.preset("hybrid", risk=risk, profile=profile)
