@@ -14,10 +14,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test lint fmt clean
+.PHONY: help install demo test lint fmt kernels-aot clean
 
 help: ## List the targets.
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Set up .venv with everything that the other targets need.
 
@@ -47,6 +47,9 @@ lint: $(INSTALLED) ## Format, style, types and import direction.
 fmt: $(INSTALLED) ## Format, and mend what ruff can mend.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+kernels-aot: $(INSTALLED) ## Compile the GPU kernels without a GPU; fails where one is no good.
+	$(BIN)/python benchmarks/kernels_aot.py
 
 clean: ## Remove what the other targets made.
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Checks on, nothing from the network, one thread."""
+"""Checks on, nothing from the network, one thread, Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,3 +7,10 @@ import os
 os.environ.setdefault("HYBRID_CHECKS", "1")
 # Two threads on two cores stall each other as soon as anything else runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# transformers imports Triton, and an interpreter that is asked for later lacks half the language.
+# Here, then, and not in tests/kernels; nothing uses a kernel on a CPU unless it is forced.
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

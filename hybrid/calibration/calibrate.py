@@ -54,6 +54,7 @@ class CalibrationConfig(Config):
             profile holds for it alone.
         max_new_tokens: length of each answer.
         fit_share: of the prompts, for the first part.
+        num_thresholds: the most that are tested, each by decoding the second part.
     """
 
     risk: Annotated[float, Field(gt=0, lt=1)] = 0.02
@@ -64,6 +65,7 @@ class CalibrationConfig(Config):
     block_size: Annotated[int, Field(ge=2)] | None = None
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
     fit_share: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    num_thresholds: Annotated[int, Field(ge=1)] = 2
 
 
 def calibrate_profile(
@@ -123,7 +125,7 @@ def calibrate_profile(
     candidates = worth_testing(first, config.risk)
     base = base.replace(most=usual_count(first, base, candidates[0]))
     accepted: list[Threshold] = []
-    for threshold in candidates:
+    for threshold in candidates[: config.num_thresholds]:
         tried = Threshold(
             threshold=threshold, num_prompts=1, num_tokens=0, disagreements=0, p_value=1
         )

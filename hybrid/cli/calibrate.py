@@ -61,6 +61,9 @@ class CalibrationOptions:
     fit_share: Annotated[
         float, typer.Option(help="Of the prompts, for fitting; the others, which follow, test.")
     ] = 0.4
+    num_thresholds: Annotated[
+        int, typer.Option(min=1, help="How many thresholds to test at most.")
+    ] = 2
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=2, help="Length of each answer.")
     ] = 64
@@ -97,6 +100,7 @@ def calibrate(what: CalibrationOptions, model: options.ModelOptions) -> None:
         block_size=what.block_size,
         temperature=what.temperature,
         fit_share=what.fit_share,
+        num_thresholds=what.num_thresholds,
         max_new_tokens=what.max_new_tokens,
     )
     decoder = options.load_decoder(model)
