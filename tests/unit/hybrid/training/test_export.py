@@ -15,7 +15,7 @@ from fakes import tiny_backbone
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from hybrid import __version__
+from hybrid import __version__, files
 from hybrid.cli import train as cli_train
 from hybrid.errors import CheckpointError
 from hybrid.models.adapter import DiffusionAdapter, LoraLinear, load_adapter
@@ -27,7 +27,6 @@ from hybrid.models.store import public_name
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 from hybrid.revision import Revision, git_revision
-from hybrid.training import files
 from hybrid.training.loop import train
 from hybrid.training.self_diffusion.card import code_row, command_line, write_card
 from hybrid.training.self_diffusion.config import SelfDiffusionConfig
