@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -60,6 +60,37 @@ class AotCase:
     attrs: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
     wants_mma: bool = False
     spills_allowed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kernel: Any,
+        types: Mapping[str, str],
+        constexprs: Mapping[str, Any],
+        config: Any,
+        *,
+        unaligned: Sequence[str] = (),
+        **fields: Any,
+    ) -> AotCase:
+        """Return the case of a launch with a `triton.Config`.
+
+        Args:
+            name: of the case.
+            kernel: bare `@triton.jit` function.
+            types: of its arguments; "i32" for those that are not named.
+            constexprs: values of its compile-time arguments, and None for pointers that are left
+                out.
+            config: gives warps and stages.
+            unaligned: pointers and integers that are no multiple of 16, or are never looked at.
+            **fields: `options` beside those of the config, `wants_mma`, `spills_allowed`.
+        """
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        options |= fields.pop("options", {})
+        attrs = divisible(signature, but=unaligned)
+        return cls(name, kernel, signature, dict(constexprs), options, attrs, **fields)
 
 
 @dataclass(frozen=True)

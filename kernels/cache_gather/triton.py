@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.checks import require, require_tensor
 from hybrid.kernels.launch import launch
 
@@ -93,16 +93,13 @@ def aot_cases() -> list[AotCase]:
 
 
 def _case(dtype: str, head_dim: int) -> AotCase:
-    signature = {"data_ptr": f"*{dtype}"}
-    signature |= dict.fromkeys(("rows_ptr", "starts_ptr", "keep_ptr"), "*i64")
-    signature |= dict.fromkeys(("width", "num_rows", "num_groups", "num_slots"), "i32")
-    signature |= dict.fromkeys(("HEAD_DIM", "BLOCK_M", "BLOCK_D"), "constexpr")
+    types = dict.fromkeys(("rows_ptr", "starts_ptr", "keep_ptr"), "*i64")
     block = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
-    return AotCase(
-        name=f"{dtype}-D{head_dim}",
-        kernel=_cache_gather_kernel,
-        signature=signature,
-        constexprs={**block, **CONFIGS[0].kwargs},
-        options={"num_warps": CONFIGS[0].num_warps},
-        attrs=divisible(signature, but=("width", "num_rows", "num_groups")),
+    return AotCase.of(
+        f"{dtype}-D{head_dim}",
+        _cache_gather_kernel,
+        {**types, "data_ptr": f"*{dtype}"},
+        {**block, **CONFIGS[0].kwargs},
+        CONFIGS[0],
+        unaligned=("width", "num_rows", "num_groups"),
     )

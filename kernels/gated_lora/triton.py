@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid.config import interprets_triton
 from hybrid.errors import KernelUnavailableError
 from hybrid.kernels import alloc
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.checks import require, require_dtype, require_tensor
 from hybrid.kernels.launch import launch
 
@@ -153,18 +153,13 @@ def aot_cases() -> list[AotCase]:
 
 
 def _case(dtype: str, rank: int, config: triton.Config) -> AotCase:
-    signature = dict.fromkeys(("base_ptr", "x_ptr", "a_ptr", "b_ptr"), f"*{dtype}")
-    signature |= {"ids_ptr": "*i32", "out_ptr": f"*{dtype}"}
-    sizes = ("num_tokens", "num_in", "num_out", "rank", "num_adapters")
-    signature |= dict.fromkeys(sizes, "i32")
-    tiles = {"BLOCK_N": BLOCK_N, "BLOCK_R": _block_r(rank), **config.kwargs}
-    signature |= dict.fromkeys(("BLOCK_N", "BLOCK_O", "BLOCK_I", "BLOCK_R"), "constexpr")
-    return AotCase(
-        name=f"{dtype}-R{rank}-O{config.kwargs['BLOCK_O']}",
-        kernel=_gated_lora_kernel,
-        signature=signature,
-        constexprs=tiles,
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
-        attrs=divisible(signature, but=("num_tokens", "num_adapters")),
+    types = dict.fromkeys(("base_ptr", "x_ptr", "a_ptr", "b_ptr", "out_ptr"), f"*{dtype}")
+    return AotCase.of(
+        f"{dtype}-R{rank}-O{config.kwargs['BLOCK_O']}",
+        _gated_lora_kernel,
+        {**types, "ids_ptr": "*i32"},
+        {"BLOCK_N": BLOCK_N, "BLOCK_R": _block_r(rank), **config.kwargs},
+        config,
+        unaligned=("num_tokens", "num_adapters"),
         wants_mma=dtype == "bf16",
     )

@@ -12,7 +12,6 @@ not divided by position, so those agree with each other, not with narrow ones.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from hybrid.config import interprets_triton
 from hybrid.kernels.alloc import empty
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.checks import require, require_dtype, require_tensor
 from hybrid.kernels.hybrid_attention.visible import Visible
 
@@ -334,6 +333,12 @@ def _validate(query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> No
     require(needed <= room, op, f"a row has {needed} keys, the cache has room for {room}.")
 
 
+_LAUNCHED: dict[str, Any] = {
+    "unaligned": (*COUNTS, "stride_table", "stride_bits_b", "stride_bits_t"),
+    "options": {"enable_fp_fusion": False},
+}
+
+
 def aot_cases() -> list[AotCase]:
     """Return what `make kernels-aot` compiles: every configuration, each kind of mask."""
     shapes = [  # dtype, D, R, kind, page size, window, softcap, split
@@ -357,7 +362,7 @@ def aot_cases() -> list[AotCase]:
                       "SPLIT_KEYS": SPLIT_KEYS, **COMBINE.kwargs}  # fmt: skip
         types = {"p_partial": "*fp32", "p_stats": "*fp32", "p_out": f"*{dtype}", "p_start": "*i32"}
         name = f"combine-{dtype}-D{dim}"
-        cases.append(_case(name, _combine_kernel, types, constexprs, COMBINE))
+        cases.append(AotCase.of(name, _combine_kernel, types, constexprs, COMBINE, **_LAUNCHED))
     return cases
 
 
@@ -378,25 +383,16 @@ def _aot_case(
     types |= dict.fromkeys(("factor", "softcap_scale", "softcap"), "fp32")
     extras = [n for n, has in (("paged", page), ("window", win), ("softcap", cap)) if has]
     name = "-".join([dtype, f"D{dim}", f"R{per_group}", kind, *extras, *(["split"] * split)])
-    case = _case(name, _hybrid_attention_kernel, types, constexprs, config)
     # Queries of 256 numbers, each as two of the tensor cores' (tf32x3), and 16 rows are the fewest:
     # float32 with such heads is for comparing, not for speed.
     is_large = dtype == "fp32" and dim == 256
-    return replace(case, wants_mma=True, spills_allowed=32 if is_large else 0)
-
-
-def _case(
-    name: str, kernel: Any, types: dict[str, str], constexprs: dict[str, Any], config: triton.Config
-) -> AotCase:
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    unaligned = (*COUNTS, "stride_table", "stride_bits_b", "stride_bits_t")
-    return AotCase(
+    return AotCase.of(
         name,
-        kernel,
-        signature,
+        _hybrid_attention_kernel,
+        types,
         constexprs,
-        {**options, "enable_fp_fusion": False},
-        divisible(signature, but=unaligned),
+        config,
+        wants_mma=True,
+        spills_allowed=32 if is_large else 0,
+        **_LAUNCHED,
     )

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels import alloc
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.launch import launch
 from hybrid.kernels.logits_stats.reference import LogitsStats
 
@@ -154,41 +154,26 @@ def aot_cases() -> list[AotCase]:
 
 
 def _tile_case(dtype: str) -> AotCase:
-    signature = {
-        "logits_ptr": f"*{dtype}",
-        "temperature_ptr": "*fp32",
-        "sums_ptr": "*fp32",
-        "argmax_ptr": "*i32",
-        "stride_n": "i32",
-        "vocab_size": "i32",
-        "suppressed": "i32",
-        "BLOCK_V": "constexpr",
-    }
-    return AotCase(
-        name=f"tile-{dtype}",
-        kernel=_logits_tile_kernel,
-        signature=signature,
-        constexprs={"BLOCK_V": BLOCK_V},
-        options={"num_warps": CONFIGS[0].num_warps},
-        attrs=divisible(signature, but=["suppressed"]),
+    types = {"logits_ptr": f"*{dtype}", "argmax_ptr": "*i32"}
+    types |= dict.fromkeys(("temperature_ptr", "sums_ptr"), "*fp32")
+    return AotCase.of(
+        f"tile-{dtype}",
+        _logits_tile_kernel,
+        types,
+        {"BLOCK_V": BLOCK_V},
+        CONFIGS[0],
+        unaligned=("suppressed",),
     )
 
 
 def _combine_case(vocab_size: int) -> AotCase:
-    signature = {
-        "sums_ptr": "*fp32",
-        "tile_argmax_ptr": "*i32",
-        "temperature_ptr": "*fp32",
-        "argmax_ptr": "*i64",
-        "stats_ptr": "*fp32",
-        "num_tiles": "i32",
-        "BLOCK_S": "constexpr",
-    }
-    return AotCase(
-        name=f"combine-V{vocab_size}",
-        kernel=_logits_combine_kernel,
-        signature=signature,
-        constexprs={"BLOCK_S": triton.next_power_of_2(triton.cdiv(vocab_size, BLOCK_V))},
-        options={"num_warps": _COMBINE[0].num_warps},
-        attrs=divisible(signature, but=["num_tiles"]),
+    types = {"tile_argmax_ptr": "*i32", "argmax_ptr": "*i64"}
+    types |= dict.fromkeys(("sums_ptr", "temperature_ptr", "stats_ptr"), "*fp32")
+    return AotCase.of(
+        f"combine-V{vocab_size}",
+        _logits_combine_kernel,
+        types,
+        {"BLOCK_S": triton.next_power_of_2(triton.cdiv(vocab_size, BLOCK_V))},
+        _COMBINE[0],
+        unaligned=("num_tiles",),
     )

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels import alloc
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.launch import launch
 
 CONFIGS = [triton.Config({}, num_warps=1)]
@@ -53,20 +53,6 @@ def philox_triton(seeds: Tensor, offsets: Tensor, count: int) -> Tensor:
 
 def aot_cases() -> list[AotCase]:
     """Return the numbers of a step that drafts 15 tokens."""
-    signature = {
-        "seeds_ptr": "*i64",
-        "offsets_ptr": "*i64",
-        "out_ptr": "*fp64",
-        "count": "i32",
-        "BLOCK_N": "constexpr",
-    }
-    return [
-        AotCase(
-            name="n16",
-            kernel=_philox_kernel,
-            signature=signature,
-            constexprs={"BLOCK_N": 16},
-            options={"num_warps": CONFIGS[0].num_warps},
-            attrs=divisible(signature, but=["count"]),
-        )
-    ]
+    types = {"seeds_ptr": "*i64", "offsets_ptr": "*i64", "out_ptr": "*fp64"}
+    tile = {"BLOCK_N": 16}
+    return [AotCase.of("n16", _philox_kernel, types, tile, CONFIGS[0], unaligned=("count",))]

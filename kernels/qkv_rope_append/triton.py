@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels import alloc
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.checks import require, require_dtype, require_tensor
 from hybrid.kernels.launch import launch
 
@@ -186,9 +186,6 @@ def aot_cases() -> list[AotCase]:
 def _case(
     dtype: str, num_heads: int, num_groups: int, head_dim: int, half: int, has_norms: bool = False
 ) -> AotCase:
-    weight = f"*{dtype}" if has_norms else "constexpr"
-    strides = ("stride_half", "stride_row", "stride_group", "stride_slot")
-    sizes = ("NUM_HEADS", "NUM_GROUPS", "HEAD_DIM", "HALF", "BLOCK_H", "BLOCK_D")
     constexprs = {
         "q_scale_ptr": None,
         "NUM_HEADS": num_heads,
@@ -200,26 +197,12 @@ def _case(
     }
     if not has_norms:
         constexprs |= {"q_weight_ptr": None, "k_weight_ptr": None}
-    signature = {
-        "qkv_ptr": f"*{dtype}",
-        "cos_ptr": "*fp32",
-        "sin_ptr": "*fp32",
-        "q_weight_ptr": weight,
-        "k_weight_ptr": weight,
-        "q_scale_ptr": "constexpr",
-        "rows_ptr": "*i64",
-        "slots_ptr": "*i64",
-        "query_ptr": f"*{dtype}",
-        "cache_ptr": f"*{dtype}",
-        **dict.fromkeys(strides, "i32"),
-        "eps": "fp32",
-        **dict.fromkeys(sizes, "constexpr"),
-    }
-    return AotCase(
-        name=f"{dtype}-H{num_heads}-G{num_groups}-D{head_dim}" + ("-norms" if has_norms else ""),
-        kernel=_qkv_rope_append_kernel,
-        signature=signature,
-        constexprs=constexprs,
-        options={"num_warps": CONFIGS[0].num_warps},
-        attrs=divisible(signature),
+    names = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "query_ptr", "cache_ptr")
+    types = dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(("rows_ptr", "slots_ptr"), "*i64")
+    return AotCase.of(
+        f"{dtype}-H{num_heads}-G{num_groups}-D{head_dim}" + ("-norms" if has_norms else ""),
+        _qkv_rope_append_kernel,
+        {**types, "cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"},
+        constexprs,
+        CONFIGS[0],
     )

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels import alloc
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.checks import require, require_dtype, require_tensor
 from hybrid.kernels.launch import launch
 
@@ -102,25 +102,14 @@ def aot_cases() -> list[AotCase]:
 
 
 def _case(dtype: str, width: int, has_residual: bool) -> AotCase:
-    optional = f"*{dtype}" if has_residual else "constexpr"
+    pointers = ("x_ptr", "weight_ptr", "out_ptr", "residual_ptr", "sum_ptr")
     constexprs: dict[str, int | None] = {"BLOCK_C": triton.next_power_of_2(width)}
     if not has_residual:
         constexprs |= {"residual_ptr": None, "sum_ptr": None}
-    signature = {
-        "x_ptr": f"*{dtype}",
-        "residual_ptr": optional,
-        "weight_ptr": f"*{dtype}",
-        "out_ptr": f"*{dtype}",
-        "sum_ptr": optional,
-        "width": "i32",
-        "eps": "fp32",
-        "BLOCK_C": "constexpr",
-    }
-    return AotCase(
-        name=f"{dtype}-C{width}" + ("-sum" if has_residual else ""),
-        kernel=_rms_norm_kernel,
-        signature=signature,
-        constexprs=constexprs,
-        options={"num_warps": _config(width).num_warps},
-        attrs=divisible(signature),
+    return AotCase.of(
+        f"{dtype}-C{width}" + ("-sum" if has_residual else ""),
+        _rms_norm_kernel,
+        {**dict.fromkeys(pointers, f"*{dtype}"), "eps": "fp32"},
+        constexprs,
+        _config(width),
     )

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels import alloc
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.launch import launch
 
 # Not tuned: other tiles sum in another order, and a seed would give another token.
@@ -216,7 +216,7 @@ def aot_cases() -> list[AotCase]:
 
 
 def _case(dtype: str) -> AotCase:
-    signature = {
+    types = {
         "logits_ptr": f"*{dtype}",
         "uniform_ptr": "*fp64",
         "temperature_ptr": "*fp32",
@@ -224,15 +224,5 @@ def _case(dtype: str) -> AotCase:
         "top_p_ptr": "*fp64",
         "farthest_ptr": "*fp32",
         "token_ptr": "*i64",
-        "stride_n": "i32",
-        "vocab_size": "i32",
-        "BLOCK_V": "constexpr",
     }
-    return AotCase(
-        name=dtype,
-        kernel=_sample_kernel,
-        signature=signature,
-        constexprs=CONFIGS[0].kwargs,
-        options={"num_warps": CONFIGS[0].num_warps},
-        attrs=divisible(signature),
-    )
+    return AotCase.of(dtype, _sample_kernel, types, CONFIGS[0].kwargs, CONFIGS[0])

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels import alloc
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.checks import require, require_dtype, require_tensor
 from hybrid.kernels.launch import launch
 
@@ -68,17 +68,6 @@ def aot_cases() -> list[AotCase]:
 
 
 def _case(dtype: str, config: triton.Config) -> AotCase:
-    signature = {
-        "gate_up_ptr": f"*{dtype}",
-        "out_ptr": f"*{dtype}",
-        "width": "i32",
-        "BLOCK_I": "constexpr",
-    }
-    return AotCase(
-        name=f"{dtype}-I{config.kwargs['BLOCK_I']}",
-        kernel=_swiglu_kernel,
-        signature=signature,
-        constexprs=dict(config.kwargs),
-        options={"num_warps": config.num_warps},
-        attrs=divisible(signature),
-    )
+    types = dict.fromkeys(("gate_up_ptr", "out_ptr"), f"*{dtype}")
+    name = f"{dtype}-I{config.kwargs['BLOCK_I']}"
+    return AotCase.of(name, _swiglu_kernel, types, config.kwargs, config)

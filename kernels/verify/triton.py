@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels import alloc
-from hybrid.kernels.aot import AotCase, divisible
+from hybrid.kernels.aot import AotCase
 from hybrid.kernels.launch import launch
 from hybrid.kernels.verify.reference import Rule, Verified
 
@@ -367,31 +367,27 @@ def aot_cases() -> list[AotCase]:
 
 
 def _case(kernel: Any, dtype: str, rule: str, *, has_draft: bool) -> AotCase:
-    kinds = {
-        "logits_ptr": f"*{dtype}",
-        "target_ptr": f"*{dtype}",
-        "tokens_ptr": "*i64",
-        "num_tokens_ptr": "*i64",
-        "accepted_ptr": "*i64",
-        "next_token_ptr": "*i64",
-        "uniform_ptr": "*fp64",
-        "law_ptr": "*fp64",
-        "owed_ptr": "*fp64",
-        "draft_ptr": f"*{dtype}" if has_draft else "constexpr",
+    names = kernel.arg_names
+    types = {name: "*fp32" for name in names if name.endswith("_ptr")}
+    types |= dict.fromkeys(("logits_ptr", "target_ptr", "draft_ptr"), f"*{dtype}")
+    types |= dict.fromkeys(
+        ("tokens_ptr", "num_tokens_ptr", "accepted_ptr", "next_token_ptr"), "*i64"
+    )
+    types |= dict.fromkeys(("uniform_ptr", "law_ptr", "owed_ptr"), "*fp64")
+    values: dict[str, int | None] = {
+        "BY_BLOCK": rule == "block",
+        "BLOCK_T": 16,
+        "BLOCK_S": 64,
+        "BLOCK_V": BLOCK_V,
     }
-    values = {"BY_BLOCK": rule == "block", "BLOCK_T": 16, "BLOCK_S": 64, "BLOCK_V": BLOCK_V}
-    signature, constexprs = {}, {}
-    for name in kernel.arg_names:
-        default = "*fp32" if name.endswith("_ptr") else "i32"
-        signature[name] = "constexpr" if name in values else kinds.get(name, default)
-        if signature[name] == "constexpr":
-            constexprs[name] = values.get(name)
+    if not has_draft:
+        values |= {"draft_ptr": None}
     laws = f"-{rule}-{'laws' if has_draft else 'points'}" if rule else ""
-    return AotCase(
-        name=f"{kernel.__name__.strip('_').removesuffix('_kernel')}-{dtype}{laws}",
-        kernel=kernel,
-        signature=signature,
-        constexprs=constexprs,
-        options={"num_warps": CONFIGS[0].num_warps},
-        attrs=divisible(signature, but=["width", "num_tiles"]),
+    return AotCase.of(
+        f"{kernel.__name__.strip('_').removesuffix('_kernel')}-{dtype}{laws}",
+        kernel,
+        types,
+        {name: value for name, value in values.items() if name in names},
+        CONFIGS[0],
+        unaligned=("width", "num_tiles"),
     )
