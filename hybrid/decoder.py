@@ -158,7 +158,7 @@ class HybridDecoder:
 
     def identity(self) -> tuple[str, str | None]:
         """Return what profiles call the model and its adapter."""
-        return self._parts.routing.identity()
+        return self._parts.routing.identity
 
     def routed(self, strategy: Strategy) -> tuple[RouterConfig, CostModel]:
         """Return what a strategy "hybrid" becomes here: its settings, and costs measured now.

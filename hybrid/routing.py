@@ -7,6 +7,7 @@ remembers what it has seen. Next: hybrid/router/hybrid.py.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ class Routing:
         self._acceptance: dict[tuple[str, int, RouterConfig], dict[str, Any]] = {}
         self._monitors: dict[tuple[str, float], RiskMonitor] = {}
 
+    @cached_property
     def identity(self) -> tuple[str, str | None]:
-        """Return what profiles call the model and the adapter."""
+        """What profiles call the model and the adapter; neither changes once it is loaded."""
         folder = None if self._adapter is None else self._adapter.folder
         return (
             model_fingerprint(self._backbone, self._model_name),
@@ -135,12 +137,12 @@ class Routing:
         strategy: str,
         record: Path | None,
     ) -> Generator[StepRecord, None, None]:
-        header = RunHeader.of(rows, router, model=self._model_name, strategy=strategy)
         try:
             yield from run(engine, rows)
         finally:
             self._remember(router, len(rows), engine.drafter, engine.history)
             if record is not None:
+                header = RunHeader.of(rows, router, model=self._model_name, strategy=strategy)
                 write_run(record, header, engine.history)
 
     def _remember(
@@ -184,7 +186,7 @@ class Routing:
         if isinstance(profile, Path):
             profile = Profile.load(profile)
         if settings.risk == 0:
-            fits = profile is not None and profile.fits(*self.identity(), params.temperature)
+            fits = profile is not None and profile.fits(*self.identity, params.temperature)
             return profile if fits else None
         if profile is None:
             raise ConfigError(
@@ -192,7 +194,7 @@ class Routing:
                 "tokens can be trusted. Make one with `hybrid calibrate` and give it as "
                 "profile=FILE, or use risk=0."
             )
-        profile.check(*self.identity(), params.temperature, settings.risk)
+        profile.check(*self.identity, params.temperature, settings.risk)
         return profile
 
     def _measured(self, config: RouterConfig, drafter: Drafter, batch: int) -> CostModel | None:
