@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ from hybrid.decoder import HybridDecoder
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
 from hybrid.router.acceptance import AcceptanceModel
-from hybrid.router.bounds import betting_p_value, upper_bound
+from hybrid.router.bounds import betting_p_value, fixed_sequence, upper_bound
 from hybrid.router.logistic import LogisticCurve, fit_logistic
 from hybrid.router.profile import Profile, Threshold
 from hybrid.strategy import Strategy
@@ -124,17 +124,15 @@ def calibrate_profile(
     )
     candidates = worth_testing(first, config.risk)
     base = base.replace(most=usual_count(first, base, candidates[0]))
-    accepted: list[Threshold] = []
-    for threshold in candidates[: config.num_thresholds]:
-        tried = Threshold(
-            threshold=threshold, num_prompts=1, num_tokens=0, disagreements=0, p_value=1
-        )
-        run = f"threshold {threshold}"
-        seen = decode(numbered[num_fit:], _strategy(base.replace(thresholds=(tried,))), run)
-        result = tested(threshold, seen, config, base.most)
-        if result.p_value > config.delta:
-            break
-        accepted.append(result)
+    results: list[Threshold] = []
+
+    def p_values() -> Iterator[float]:
+        for threshold in candidates[: config.num_thresholds]:
+            seen = decode(numbered[num_fit:], _strategy(base, threshold), f"threshold {threshold}")
+            results.append(tested(threshold, seen, config, base.most))
+            yield results[-1].p_value
+
+    accepted = results[: fixed_sequence(p_values(), config.delta)]
     if not accepted:
         raise ConfigError(
             f"No threshold keeps a risk of {config.risk} with confidence {1 - config.delta:.2f} on "
@@ -276,8 +274,11 @@ def _profile(decoder: HybridDecoder, config: CalibrationConfig) -> Profile:
     )
 
 
-def _strategy(profile: Profile) -> Strategy:
-    """Return the strategy with its thresholds in force all the time: no monitor interferes."""
+def _strategy(profile: Profile, *thresholds: float) -> Strategy:
+    """Return the strategy with thresholds in force all the time: no monitor interferes."""
+    untested = {"num_prompts": 1, "num_tokens": 0, "disagreements": 0, "p_value": 1}
+    tried = tuple(Threshold(threshold=threshold, **untested) for threshold in thresholds)
+    profile = profile.replace(thresholds=tried)
     return Strategy.preset("hybrid", risk=profile.risk, profile=profile, is_monitored=False)
 
 

@@ -7,7 +7,6 @@ where it stopped. Next: hybrid/calibration/calibrate.py.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from hybrid.decoder import HybridDecoder
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.files import replacing
 from hybrid.params import SamplingParams
-from hybrid.router.acceptance import outcomes
+from hybrid.router.acceptance import confidence_of, outcomes, slot_of
 from hybrid.strategy import Strategy
 from hybrid.types import RowStep
 
@@ -41,7 +40,7 @@ class Judged:
     @property
     def slot(self) -> int:
         """Which slot the token came from, 1 for the first; 0 for none that says how sure it is."""
-        return self.first_slot + self.index if self.confidence == self.confidence else 0
+        return slot_of(self.first_slot, self.index) if self.confidence == self.confidence else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,7 @@ def watch(
 
 def _judged(row: RowStep) -> Iterator[Judged]:
     for i, agreement in enumerate(outcomes(row)):
-        confidence = row.confidences[i] if i < len(row.confidences) else math.nan
-        yield Judged(row.first_slot, i, confidence, 1 - agreement)
+        yield Judged(row.first_slot, i, confidence_of(row, i), 1 - agreement)
 
 
 class EvidenceFile:

@@ -72,14 +72,14 @@ class AcceptanceModel:
         """Learn from what a step did to a row."""
         judged = outcomes(step)
         for i, success in enumerate(judged):
-            self.learn(step.first_slot, i, _token(step, i)[1], success)
+            self.learn(step.first_slot, i, confidence_of(step, i), success)
         if len(judged) == step.num_drafted < step.num_proposed:
             # Nobody judged the first token that was left out; what was thought of it counts a bit,
             # or drafts that are never worth feeding would look as good as ever.
             i = step.num_drafted
-            slot, confidence = _token(step, i)
+            slot = slot_of(step.first_slot, i)
             place = _place(_kind(step.first_slot), slot, i)
-            chance = _GUESS_WEIGHT * self.probability(slot, confidence)
+            chance = _GUESS_WEIGHT * self.probability(slot, confidence_of(step, i))
             self._kinds[place] = self._add(self._kinds.get(place), chance, _GUESS_WEIGHT)
 
     def learn(self, first_slot: int, index: int, confidence: float, success: float) -> None:
@@ -91,7 +91,7 @@ class AcceptanceModel:
             confidence: in it, or NaN.
             success: how far the target agreed, 0 to 1.
         """
-        slot = first_slot + index if first_slot else 0
+        slot = slot_of(first_slot, index)
         cell = (_bucket(slot), _bin(confidence))
         self._cells[cell] = self._add(self._cells.get(cell), success, 1.0)
         place = _place(_kind(first_slot), slot, index)
@@ -165,10 +165,14 @@ def _kind(first_slot: int) -> str:
     return COPIED if first_slot == 0 else FRESH if first_slot == 1 else CARRIED
 
 
-def _token(step: RowStep, i: int) -> tuple[int, float]:
-    """Return the slot of a proposed token, 0 for none, and the confidence in it."""
-    slot = step.first_slot + i if step.first_slot else 0
-    return slot, step.confidences[i] if i < len(step.confidences) else math.nan
+def slot_of(first_slot: int, index: int) -> int:
+    """Return the slot of a proposed token; 0, as for its draft, where it comes from none."""
+    return first_slot + index if first_slot else 0
+
+
+def confidence_of(step: RowStep, index: int) -> float:
+    """Return the confidence in a proposed token, NaN where the drafter did not say."""
+    return step.confidences[index] if index < len(step.confidences) else math.nan
 
 
 def _place(kind: str, slot: int, i: int) -> tuple[str, int]:

@@ -16,7 +16,7 @@ Next: hybrid/router/monitor.py, which guards the same promise at run time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from hybrid.errors import ConfigError
@@ -150,7 +150,7 @@ def upper_bound(p_value: Callable[[float], float], delta: float) -> float:
     return high
 
 
-def fixed_sequence(p_values: Sequence[float], delta: float) -> int:
+def fixed_sequence(p_values: Iterable[float], delta: float) -> int:
     """Return how many leading hypotheses are rejected: the thresholds that keep the promise.
 
     Learn then test by fixed-sequence testing (Angelopoulos et al., arXiv:2110.01052, section 3):
@@ -159,7 +159,8 @@ def fixed_sequence(p_values: Sequence[float], delta: float) -> int:
     needs a p-value of `delta` or less at the *first* true hypothesis of the order.
 
     Args:
-        p_values: strict to lax thresholds, an order that was fixed before the data were seen.
+        p_values: strict to lax thresholds, an order that was fixed before the data were seen; none
+            is asked for behind the first that is not rejected.
         delta: in (0, 1).
 
     Raises:

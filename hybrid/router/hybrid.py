@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybrid.errors import ConfigError
-from hybrid.router.acceptance import CARRIED, COPIED, FRESH
+from hybrid.router.acceptance import CARRIED, COPIED, FRESH, slot_of
 from hybrid.router.choice import Explanation, Option, best_of, best_options, cut_in_order
 from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape
@@ -335,7 +335,7 @@ class HybridRouter:
         count = min(draft.num_tokens, _num_left(row) - 1)
         first, sure = draft.first_slot, draft.confidences or (math.nan,) * count
         probability = memory.acceptance.probability
-        return [probability(first + i if first else 0, sure[i]) for i in range(count)]
+        return [probability(slot_of(first, i), sure[i]) for i in range(count)]
 
     def monitor_after(self, monitor: RiskMonitor, history: Sequence[StepRecord]) -> RiskMonitor:
         """Return a monitor once it has seen all rows of a call, one step after the other."""
