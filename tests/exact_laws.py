@@ -108,7 +108,7 @@ def boxes(
             yield measure, (num_accepted, weights.tolist())
 
 
-def exact_law(target, prompt, num_tokens, first=lambda answer: None):
+def exact_law(target, prompt, num_tokens, first=lambda answer: None, temperature=1.0):
     """Return {answer: probability} of AR sampling, or of `first(answer)` where it gives a law."""
     law = {(): 1.0}
     for _ in range(num_tokens):
@@ -116,11 +116,21 @@ def exact_law(target, prompt, num_tokens, first=lambda answer: None):
         for answer, mass in law.items():
             own = first(answer)
             if own is None:
-                own = reference_logits(target, [*prompt, *answer])[-1].double().softmax(-1).tolist()
+                logits = reference_logits(target, [*prompt, *answer])[-1].double()
+                own = (logits / temperature).softmax(-1).tolist()
             for token, p in enumerate(own):
                 longer[(*answer, token)] = mass * p
         law = longer
     return law
+
+
+def chi_square(seen, law, num_runs):
+    """Return Pearson's statistic and its cells: answers expected less than 5 times are one."""
+    expected = {answer: num_runs * p for answer, p in law.items()}
+    rare = [answer for answer, mass in expected.items() if mass < 5]
+    pairs = [(seen[answer], mass) for answer, mass in expected.items() if mass >= 5]
+    pairs += [(sum(seen[a] for a in rare), sum(expected[a] for a in rare))] if rare else []
+    return sum((o - e) ** 2 / e for o, e in pairs), len(pairs)
 
 
 def enumerated_law(target, drafter, router, rule, prompt, num_tokens, monkeypatch):

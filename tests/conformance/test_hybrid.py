@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 from carrying import CarryingFake, CarryingTarget
-from exact_laws import enumerated_law, exact_law
+from exact_laws import chi_square, enumerated_law, exact_law
 from fakes import (
     GarbageDrafter,
     RaisingDrafter,
@@ -25,7 +25,6 @@ from profiles import answers, lying_clock, new_decoder, told
 
 from hybrid import HybridDecoder, SamplingParams, Strategy
 from hybrid.decode.fallback import DrafterWarning
-from hybrid.decode.reference import reference_logits
 from hybrid.models.hf import HFBackbone
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.router.config import RouterConfig
@@ -177,18 +176,10 @@ def test_a_real_model_samples_from_its_law(monkeypatch):
             seen[result.token_ids] += 1
             by_mode.update(result.stats.forwards_by_mode)
     assert by_mode["fused"] + by_mode["one-pass"] > 100
-    expected = {(): float(num_runs)}
-    for _ in range(num_new):
-        longer = {}
-        for answer, mass in expected.items():
-            law = (reference_logits(backbone, [*prompt, *answer])[-1].double() / 2).softmax(-1)
-            longer.update({(*answer, t): mass * p for t, p in enumerate(law.tolist())})
-        expected = longer
-    rare = [answer for answer, mass in expected.items() if mass < 5]
-    pairs = [(seen[a], m) for a, m in expected.items() if m >= 5]
-    pairs += [(sum(seen[a] for a in rare), sum(expected[a] for a in rare))] if rare else []
-    assert len(pairs) > 30
-    assert sum((o - e) ** 2 / e for o, e in pairs) < 135
+    law = exact_law(backbone, prompt, num_new, temperature=2.0)
+    statistic, num_cells = chi_square(seen, law, num_runs)
+    assert num_cells > 30
+    assert statistic < 135
 
 
 @pytest.mark.parametrize("cost", COSTS)

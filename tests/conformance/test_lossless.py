@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from exact_laws import exact_law
 from fakes import (
     FAMILIES,
     RandomTarget,
@@ -28,7 +29,7 @@ from fakes import (
 from hybrid import HybridDecoder, registry
 from hybrid.attention.pattern import causal
 from hybrid.decode.loop import run
-from hybrid.decode.reference import reference_greedy, reference_logits
+from hybrid.decode.reference import reference_greedy
 from hybrid.params import SamplingParams
 from hybrid.types import Write
 
@@ -158,19 +159,6 @@ def forward(backbone, inputs, cache, rows, **kwargs):
 
 
 # Sampling
-
-
-def exact_law(target, prompt, num_tokens):
-    """Return {answer: probability} of plain AR sampling at temperature 1."""
-    law = {(): 1.0}
-    for _ in range(num_tokens):
-        longer = {}
-        for answer, mass in law.items():
-            logits = reference_logits(target, [*prompt, *answer])[-1].double()
-            for token, p in enumerate(torch.softmax(logits, dim=-1).tolist()):
-                longer[(*answer, token)] = mass * p
-        law = longer
-    return law
 
 
 SMALL_DRAFTERS = {

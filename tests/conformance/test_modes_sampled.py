@@ -14,11 +14,10 @@ from carrying import (
     carrying_engine,
     decode,
 )
-from exact_laws import enumerated_law, exact_law
+from exact_laws import chi_square, enumerated_law, exact_law
 from fakes import random_adapter, random_prompts, tiny_backbone
 from mixed_modes import LONG, NEW, PROMPTS, VOCAB, K, greedy, make
 
-from hybrid.decode.reference import reference_logits
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.params import SamplingParams
 from hybrid.router.fixed import FixedRouter
@@ -97,18 +96,10 @@ def test_a_model_that_carries_its_own_drafts_samples_from_its_law(verifier):
             seen[tuple(row)] += 1
         reused += sum(s.first_slot > 1 for r in engine.history for s in r.rows)
     assert reused > 150
-    expected = {(): float(batch * runs)}
-    for _ in range(count):
-        longer = {}
-        for answer, mass in expected.items():
-            law = (reference_logits(backbone, [*prompt, *answer])[-1].double() / 2).softmax(-1)
-            longer.update({(*answer, t): mass * p for t, p in enumerate(law.tolist())})
-        expected = longer
-    rare = [answer for answer, mass in expected.items() if mass < 5]
-    pairs = [(seen[a], m) for a, m in expected.items() if m >= 5]
-    pairs += [(sum(seen[a] for a in rare), sum(expected[a] for a in rare))] if rare else []
-    assert len(pairs) > 40
-    assert sum((o - e) ** 2 / e for o, e in pairs) < 135
+    law = exact_law(backbone, prompt, count, temperature=2.0)
+    statistic, num_cells = chi_square(seen, law, batch * runs)
+    assert num_cells > 40
+    assert statistic < 135
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "sampled"])
