@@ -185,7 +185,7 @@ def measuring(
     try:
         yield decoder, Evaluation(decoder, cells, allow_unverified=allow_unverified)
     except KeyboardInterrupt:
-        if path is not None:
+        if path is not None and path.exists():
             typer.echo(f"Stopped. Finished cells are kept in {path}.", err=True)
         raise
 
