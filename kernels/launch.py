@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hybrid.config import interprets_triton
 
@@ -34,11 +38,19 @@ def launch(
         restore: arguments that the kernel reads and overwrites, kept whole while it is measured.
         kwargs: of the kernel.
     """
-    if len(configs) > 1 and not interprets_triton():
-        tuned = _tuned(kernel, tuple(configs), tuple(key), tuple(restore))
-        tuned[grid](*args, **kwargs)
-    else:
-        kernel[grid](*args, **kwargs, **configs[0].all_kwargs())
+    with _on_the_device_of(args):
+        if len(configs) > 1 and not interprets_triton():
+            tuned = _tuned(kernel, tuple(configs), tuple(key), tuple(restore))
+            tuned[grid](*args, **kwargs)
+        else:
+            kernel[grid](*args, **kwargs, **configs[0].all_kwargs())
+
+
+def _on_the_device_of(args: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Triton starts kernels on the current GPU, wherever their tensors lie: make theirs current."""
+    devices = (arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda)
+    device = next(devices, None)
+    return nullcontext() if device is None else torch.cuda.device(device)
 
 
 @cache

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from hybrid.kernels.dispatch import choose
 from hybrid.kernels.hybrid_attention.reference import hybrid_attention_reference
-from hybrid.kernels.hybrid_attention.visible import Visible
+from hybrid.kernels.hybrid_attention.visible import Layout, Visible, lay_out
 
-__all__ = ["Visible", "hybrid_attention"]
+__all__ = ["Layout", "Visible", "hybrid_attention", "lay_out"]
 
 
 def hybrid_attention(
@@ -20,6 +20,7 @@ def hybrid_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    by_position: bool = False,
 ) -> Tensor:
     """Attend; a token that sees nothing gets zeros.
 
@@ -32,6 +33,8 @@ def hybrid_attention(
         window: a query at position p sees keys at p - window + 1 and later.
         softcap: scores become softcap * tanh(score / softcap).
         scale: of the scores; 1 / sqrt(D) if None.
+        by_position: add up ranges of keys in wide passes too, so that a token has the bits there
+            that it has in a narrow one, or alone.
 
     Returns:
         [B, T, H, D] in the dtype of query.
@@ -45,4 +48,4 @@ def hybrid_attention(
         return hybrid_attention_reference(query, key, value, visible, window, softcap, scale)
     from hybrid.kernels.hybrid_attention.triton import hybrid_attention_triton
 
-    return hybrid_attention_triton(query, key, value, visible, window, softcap, scale)
+    return hybrid_attention_triton(query, key, value, visible, window, softcap, scale, by_position)

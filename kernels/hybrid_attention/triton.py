@@ -6,7 +6,7 @@ positions: first those that all its rows see, unmasked, then the rest. README.md
 
 A token's bits depend on its own keys alone: tiles and ranges begin at fixed positions, a masked key
 adds exact zeros, and one tile of rows serves every width. Passes of more than `NARROW` tokens are
-not divided by position, so those agree with each other, not with narrow ones.
+divided by position only where it is asked for; others agree with each other, not with narrow ones.
 """
 
 from __future__ import annotations
@@ -256,6 +256,7 @@ def hybrid_attention_triton(
     window: int | None,
     softcap: float | None,
     scale: float,
+    by_position: bool = False,
 ) -> Tensor:
     """Launch; arguments as `hybrid_attention`."""
     _validate(query, key, value, visible)
@@ -267,7 +268,7 @@ def hybrid_attention_triton(
     block_d = max(16, triton.next_power_of_2(head_dim))
     config = CONFIGS[max(block_d, 64), max(query.element_size(), 2)]
     num_splits = 1
-    if num_tokens <= NARROW:
+    if by_position or num_tokens <= NARROW:
         num_splits = triton.cdiv(max(visible.max_end, 1), SPLIT_KEYS)
     split_keys = SPLIT_KEYS if num_splits > 1 else 0
     device, rows = query.device, num_tokens * num_heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -54,16 +55,24 @@ def test_a_gpu_that_cannot(gpu, what, answer, why):
         pass
 
 
-def test_forcing_one_operation_or_all():
-    with dispatch.force("verify", "triton"):
-        assert dispatch.choose("verify", CPU) == "triton"
-        assert dispatch.choose("sample", CPU) == "reference"
-        with dispatch.force(None, "triton"):
-            assert dispatch.choose("sample", CPU) == "triton"
-            with dispatch.force("sample", "reference"):
-                assert dispatch.choose("sample", CPU) == "reference"
-        assert dispatch.choose("sample", CPU) == "reference"
-    assert dispatch.choose("verify", CPU) == "reference"
+def test_forcing_one_operation_or_all(device):
+    """What is said of one operation goes before what is said of all, on a CPU and on a GPU."""
+
+    def both():
+        return [dispatch.choose(op, device) for op in ("verify", "sample")]
+
+    unforced = both()
+    with dispatch.force(None, "reference"):
+        assert both() == ["reference", "reference"]
+        with dispatch.force("verify", "triton"):
+            assert both() == ["triton", "reference"]
+            with dispatch.force(None, "triton"):
+                assert both() == ["triton", "triton"]
+                with dispatch.force("sample", "reference"):
+                    assert both() == ["triton", "reference"]
+            assert both() == ["triton", "reference"]
+        assert both() == ["reference", "reference"]
+    assert both() == unforced
 
 
 def test_what_is_forced_is_forced_in_this_thread_alone():
@@ -131,6 +140,28 @@ def test_without_a_driver_the_first_configuration_is_used(monkeypatch):
     assert kernel.grid == (3,)
     assert args == (7,)
     assert (kwargs["BLOCK"], kwargs["num_warps"], kwargs["n"]) == (2, 2, 5)
+
+
+def test_a_kernel_starts_on_the_gpu_of_its_tensors(monkeypatch):
+    """Triton takes the current one, which need not be theirs."""
+    triton = pytest.importorskip("triton")
+    entered = []
+
+    class Elsewhere(torch.Tensor):
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    @contextmanager
+    def current(device):
+        entered.append(device)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    kernel, configs = Kernel(), [triton.Config({})]
+    launch(kernel, (1,), 7, torch.zeros(1).as_subclass(Elsewhere), configs=configs, key=())
+    assert entered == [torch.device("cuda", 1), "left"]
+    launch(kernel, (1,), 7, torch.zeros(1), configs=configs, key=())
+    assert len(entered) == 2, "there is nothing to choose on a CPU"
 
 
 def test_with_a_driver_the_fastest_is(monkeypatch):

@@ -9,7 +9,7 @@ from tolerances import assert_as_close_as_torch
 from hybrid.errors import ConfigError, KernelUnavailableError
 from hybrid.kernels import dispatch
 from hybrid.kernels.gated_lora import gated_lora
-from hybrid.models.adapter import LoraLinear
+from hybrid.models.adapter import AnchorGated, LoraLinear
 from hybrid.models.linear import DenseLinear
 
 # Triton's interpreter computes wrongly in bfloat16.
@@ -84,6 +84,28 @@ def test_serves_an_adapter_of_a_fused_layer(implementation, device):
         out = gated_lora(layer(x), x, a[None], b[None], ids)
     assert torch.equal(out[0], layer(x)[0])
     torch.testing.assert_close(out[1:], LoraLinear(layer, a, b)(x)[1:])
+
+
+def test_an_adapter_layer_adds_its_update_in_one_launch(device):
+    """Two passes of 3 rows: plain, and with the base layer for each one's anchor."""
+    generator = torch.Generator().manual_seed(4)
+    weight, a, b, x = (
+        torch.randn(size, generator=generator).to(device)
+        for size in ((70, 40), (5, 40), (70, 5), (6, 40))
+    )
+    layer = LoraLinear(DenseLinear(weight), a, b)
+    outs = {}
+    for implementation in ("reference", "triton"):
+        with dispatch.force("gated_lora", implementation):
+            outs[implementation] = layer(x), AnchorGated(layer.base, layer, 3)(x)
+        assert dispatch.last("gated_lora") == implementation
+    for ours, twin in zip(outs["triton"], outs["reference"], strict=True):
+        torch.testing.assert_close(ours, twin)
+    plain, gated = outs["triton"]
+    assert torch.equal(gated[::3], layer.base(x)[::3]), "anchors have the base layer's bits"
+    others = [1, 2, 4, 5]
+    assert torch.equal(gated[others], plain[others])
+    assert not torch.isclose(gated[::3], plain[::3]).all()
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

@@ -237,6 +237,25 @@ def test_a_tokens_bits_are_its_own(first, monkeypatch):
         assert torch.equal(case.run("triton", alone)[0, 0], together[0, token]), f"token {token}"
 
 
+def test_a_wide_pass_has_the_bits_of_narrow_ones_if_asked(monkeypatch):
+    """33 tokens whose keys end in the second range: alone, and with one program for all keys."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("numpy.matmul", lambda a, b, dtype: np.stack([row @ b for row in a]))
+    case = Case(causal([520], 33), 1, 1, 16, torch.float32, rows=[0])
+    wide, undivided = case.run(by_position=True), case.run()
+    query, differ = case.query, False
+    for token in (0, 32):
+        case.query = query[:, token : token + 1]
+        alone = Visible.build(
+            [520 + token], torch.ones(1, 1, dtype=torch.bool), start=[520 + token], rows=[0],
+            is_causal=True, device=case.device,
+        )  # fmt: skip
+        own = case.run("triton", alone)[0, 0]
+        assert torch.equal(own, wide[0, token]), f"token {token}"
+        differ |= not torch.equal(own, undivided[0, token])
+    assert differ, "the test would not see a difference"
+
+
 # Of a key that is masked: its weight is set to 0 afterwards.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 def test_extreme_scores():

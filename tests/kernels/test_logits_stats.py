@@ -89,8 +89,7 @@ def test_a_large_vocabulary(device):
     assert_equals_the_reference(logits_of((2, 151_936)), device, suppressed=151_643)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter gets bfloat16 wrong")
+@pytest.mark.gpu  # the interpreter gets bfloat16 wrong
 def test_bfloat16(device):
     assert_equals_the_reference(logits_of((64, 151_936), torch.bfloat16), device, temperature=0.6)
 

@@ -210,8 +210,7 @@ def test_large_vocabularies(vocab_size, rule, device):
     assert got == wanted
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter gets bfloat16 wrong")
+@pytest.mark.gpu  # the interpreter gets bfloat16 wrong
 @EITHER_RULE
 def test_bfloat16(rule, device):
     target, tokens, num_tokens, draft = draft_of(8, 7, 151_936, True, torch.bfloat16)
