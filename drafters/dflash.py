@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from hybrid.cache.kv_cache import KVCache
-from hybrid.drafters.drawing import draw_token
+from hybrid.drafters.drawing import draw_tokens, take_numbers
 from hybrid.kernels.block_attention import block_attention
 from hybrid.models.dflash import Attend, DFlashModel, additive_mask, embed, head
 from hybrid.models.dflash_files import load_dflash
 from hybrid.protocols import Backbone, Cache, DraftState
 from hybrid.sampling import argmax
+from hybrid.transfer import send
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 
@@ -93,9 +94,8 @@ class DFlashDrafter:
         logits = self._logits(rows, memory, count)
         if all(r.sampling.is_greedy and not r.sampling.has_penalties for r in rows):
             return Proposal(argmax(logits), lengths)
-        drawn = [self._draw(row, logits[b]) for b, row in enumerate(rows)]
-        tokens = torch.tensor([ids for ids, _ in drawn], device=logits.device)
-        return Proposal(tokens, lengths, draft_probs=torch.stack([law for _, law in drawn]))
+        tokens, laws = self._draw(rows, logits)
+        return Proposal(tokens, lengths, draft_probs=laws)
 
     def observe(self, record: StepRecord) -> None:
         """Learn nothing: the draft depends on the model alone."""
@@ -106,10 +106,10 @@ class DFlashDrafter:
     def _logits(self, rows: Sequence[SequenceState], memory: KVCache, count: int) -> Tensor:
         """Run the network over the anchor and `count` masks of each row. Returns [B, K, V]."""
         mask_id, width = self._model.spec.mask_token_id, count + 1
-        ids = torch.tensor([[row.anchor] + [mask_id] * count for row in rows])
+        ids = send([[row.anchor] + [mask_id] * count for row in rows], self._backbone.device)
         positions = self._positions([memory.lengths[row.row] for row in rows], width)
         x = self._model(
-            embed(self._backbone, ids.to(self._backbone.device)).flatten(0, 1),
+            embed(self._backbone, ids).flatten(0, 1),
             positions,
             self._attend([row.row for row in rows], memory, width),
         )
@@ -146,8 +146,8 @@ class DFlashDrafter:
 
     def _positions(self, starts: Sequence[int], width: int) -> Tensor:
         """Return [B T] positions of `width` tokens from each start on."""
-        first = torch.tensor(starts)[:, None]
-        return (first + torch.arange(width)).flatten().to(self._backbone.device)
+        device = self._backbone.device
+        return (send(starts, device)[:, None] + torch.arange(width, device=device)).flatten()
 
     def _memory(self, cache: Cache) -> KVCache:
         if cache not in self._memories:
@@ -163,12 +163,14 @@ class DFlashDrafter:
             )
         return self._memories[cache]
 
-    def _draw(self, row: SequenceState, logits: Tensor) -> tuple[list[int], Tensor]:
-        """Choose one row's tokens left to right; also their laws [K, V]."""
-        tokens: list[int] = []
+    def _draw(self, rows: Sequence[SequenceState], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the tokens [B, K] left to right; also their laws [B, K, V]."""
+        numbers = take_numbers(rows, [logits.shape[1]] * len(rows), logits.device)
+        tokens = torch.empty(len(rows), 0, dtype=torch.long, device=logits.device)
         laws = []
-        for slot in logits:
-            token, law = draw_token(slot, row, tokens, self._backbone.eos_token_ids)
-            tokens.append(token)
+        for slot in range(logits.shape[1]):
+            eos = self._backbone.eos_token_ids
+            token, law = draw_tokens(logits[:, slot], rows, tokens, eos, numbers[:, slot])
+            tokens = torch.cat([tokens, token[:, None]], dim=1)
             laws.append(law)
-        return tokens, torch.stack(laws)
+        return tokens, torch.stack(laws, dim=1)

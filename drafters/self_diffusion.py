@@ -11,6 +11,7 @@ Next: verifiers/rejection.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from hybrid.attention.pattern import bidirectional, causal, groups
 from hybrid.carried import Carried, KeptSlots
-from hybrid.drafters.drawing import draw_token, point_mass
+from hybrid.drafters.drawing import draw_tokens, point_mass, take_numbers
 from hybrid.errors import ConfigError
 from hybrid.models.adapter import DiffusionAdapter, own_drafts
 from hybrid.models.draft_input import MASKED, noise, reveal, reveal_sure
 from hybrid.protocols import Backbone, DraftState, Entry
-from hybrid.sampling import argmax
+from hybrid.sampling import argmax, certainty
+from hybrid.transfer import send
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 
@@ -89,7 +91,8 @@ class SelfDiffusionDrafter:
 
         The last pass fills all slots that are still masked. Those before it give argmax tokens,
         for sampled rows too: a slot's law may depend on a token that stands behind it only if that
-        token was not drawn. Given the context such tokens are certain, so their law is a point.
+        token was not drawn. Given the context such tokens are certain, so their law is a point. A
+        sampled row takes a random number for each of its slots, drawn or not.
         """
         rows = state.rows
         count = min(plan.num_draft_tokens, self.max_draft_tokens)
@@ -104,7 +107,9 @@ class SelfDiffusionDrafter:
             slots = _beside(slots if fresh else None, fresh, carried, known)
         limits = [count if own is None else min(count, len(own.hidden)) for own in carried]
         chosen, laws, lengths, logits = self._choose(rows, slots, known, limits)
-        certainty = self._certainty(logits) if state.wants_features and logits else {}
+        sure: dict[str, Any] = {}
+        if state.wants_features and logits:
+            sure |= certainty(torch.stack(logits, dim=1))
         return Proposal(
             chosen,
             lengths,
@@ -112,7 +117,7 @@ class SelfDiffusionDrafter:
             first_slot=tuple(1 if own is None else own.first_slot for own in carried),
             num_forwards=num_passes,
             num_drafting=len(fresh),
-            **certainty,
+            **sure,
         )
 
     def carry(
@@ -137,26 +142,22 @@ class SelfDiffusionDrafter:
         ]
         size = config.num_rows(min(num_slots, self.max_slots))
         device = self._backbone.device
-        index = torch.tensor(table, device=device)
+        index = send(table, device)
         anchors = tokens.to(device).gather(1, index).view(-1, 1)  # [B G, 1]
         flat = [(row, n) for row, own in zip(state.rows, starts, strict=True) for n in own]
         rows = torch.cat([anchors, self._unknown(flat, size - 1)], dim=1)
         offsets = torch.arange(size, device=device)
-        positions = torch.tensor(starts, device=device)[..., None] + offsets  # [B, G, W]
-
-        def inputs(hidden: Mapping[int, Tensor]) -> Tensor:
-            before = {
-                layer: _predecessors(state.hidden[layer], hidden.get(layer), index, tokens.shape[1])
-                for layer in config.taps
-            }
-            own = self._adapter.draft_input(rows, before)
-            return own.view(len(points), most * size, -1)
-
+        positions = send(starts, device)[..., None] + offsets  # [B, G, W]
         return Carried(
             layer=config.entry_layer,
             adapter=self._adapter.for_pass(size),
             taps=tuple(layer for layer in config.taps if layer < config.entry_layer),
-            inputs=inputs,
+            inputs=_CarriedInputs(self._adapter),
+            tensors=(
+                rows.view(len(points), most, size),
+                index,
+                *(state.hidden[layer] for layer in config.taps),
+            ),
             position_ids=positions.flatten(1),
             pattern=groups(starts, size, is_causal=config.corruption == "uniform"),
             group_size=size,
@@ -194,7 +195,7 @@ class SelfDiffusionDrafter:
             noise(row.sampling.seed or 0, position, count, backbone.vocab_size)
             for row, position in rows
         ]
-        return torch.tensor(drawn, dtype=torch.long, device=backbone.device)
+        return send(drawn, backbone.device).view(len(rows), count)
 
     def _slots(self, state: DraftState, known: Tensor) -> Tensor:
         """Run a draft pass. Returns the states after the last layer [B, K, C], a row a token.
@@ -208,12 +209,10 @@ class SelfDiffusionDrafter:
         width = config.num_rows(known.shape[1])
         if config.corruption == "uniform":
             known = self._unknown([(row, row.cached_len) for row in state.rows], width - 1)
-        anchors = torch.tensor([[row.anchor] for row in state.rows], device=device)
+        anchors = send([[row.anchor] for row in state.rows], device)
         # The anchor has no K/V yet: it stands at the first scratch position.
         starts = [row.cached_len for row in state.rows]
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(
-            width, device=device
-        )
+        positions = send(starts, device)[:, None] + torch.arange(width, device=device)
         pattern = causal if config.corruption == "uniform" else bidirectional
         inputs = adapter.draft_input(torch.cat([anchors, known], dim=1), state.hidden)
         out = backbone.forward(
@@ -270,80 +269,46 @@ class SelfDiffusionDrafter:
             the logits [B, V'] of every slot.
         """
         head, count = self._adapter.head, known.shape[1]
-        before = torch.tensor([row.tokens[-1:-3:-1] for row in rows], device=slots.device)  # [B, 2]
+        device = slots.device
+        before = send([row.tokens[-1:-3:-1] for row in rows], device)  # [B, 2]
         is_plain = all(r.sampling.is_greedy and not r.sampling.has_penalties for r in rows)
         # KeptSlots that ask nothing share one product, so that the head is read once.
         at_once = None
         if head.sampler is None:
             at_once = head.logits(slots.flatten(0, 1), None).view(len(rows), count, -1)
         floor = self._floor if is_plain else 0.0
-        lengths, certainty = list(limits), [1.0] * len(rows)
+        numbers = None if is_plain else take_numbers(rows, limits, device)
+        lengths, odds = list(limits), [1.0] * len(rows)
         chosen: list[Tensor] = []
         scores: list[Tensor] = []
-        drafted: list[list[int]] = [[] for _ in rows]  # the same on the host, of drawn tokens
         laws: list[Tensor] = []
         for slot in range(max(limits)):
             logits = head.logits(slots[:, slot], before) if at_once is None else at_once[:, slot]
             if floor > 0:
                 best = logits.float().softmax(dim=-1).amax(dim=-1).tolist()
-                certainty = [p * q for p, q in zip(certainty, best, strict=True)]
-                ends = [slot if p < floor else count for p in certainty]
+                odds = [p * q for p, q in zip(odds, best, strict=True)]
+                ends = [slot if p < floor else count for p in odds]
                 lengths = [min(pair) for pair in zip(lengths, ends, strict=True)]
                 if max(lengths) <= slot:
                     break
-            if is_plain:
+            if numbers is None:
                 tokens = head.token_ids(argmax(logits))
                 tokens = torch.where(known[:, slot] == MASKED, tokens, known[:, slot])
             else:
                 logits = head.over_vocabulary(logits)
-                told = known[:, slot].tolist()
-                drawn, law = self._draw(rows, drafted, logits, told, [slot < n for n in limits])
-                for ids, token in zip(drafted, drawn, strict=True):
-                    ids.append(token)
-                tokens = torch.tensor(drawn, device=logits.device)
+                drafted = torch.stack(chosen, dim=1) if chosen else known[:, :0]
+                eos = self._backbone.eos_token_ids
+                tokens, law = draw_tokens(logits, rows, drafted, eos, numbers[:, slot])
+                if not self.can_carry:  # a pass may have told some slots their tokens
+                    told = known[:, slot] != MASKED
+                    tokens = torch.where(told, known[:, slot], tokens)
+                    law = torch.where(told[:, None], point_mass(tokens, law), law)
                 laws.append(law)
             chosen.append(tokens)
             scores.append(logits)
             before = torch.stack([tokens, before[:, 0]], dim=1)
         tokens = torch.stack(chosen, dim=1) if chosen else known[:, :0]
-        return tokens, None if is_plain else torch.stack(laws, dim=1), tuple(lengths), scores
-
-    def _certainty(self, logits: Sequence[Tensor]) -> dict[str, Any]:
-        """Return entropy, confidence and margin [B, K] of every slot's distribution."""
-        probs = torch.stack(list(logits), dim=1).float().softmax(dim=-1)
-        best = probs.topk(2, dim=-1).values
-        return {
-            "entropy": torch.special.entr(probs).sum(dim=-1),
-            "confidence": best[..., 0],
-            "margin": best[..., 0] - best[..., 1],
-        }
-
-    def _draw(
-        self,
-        rows: Sequence[SequenceState],
-        drafted: Sequence[Sequence[int]],
-        logits: Tensor,
-        known: Sequence[int],
-        has_slot: Sequence[bool],
-    ) -> tuple[list[int], Tensor]:
-        """Choose a token for each row; also their laws [B, V].
-
-        Args:
-            rows: the active rows.
-            drafted: tokens chosen so far.
-            logits: [B, V] of the slot.
-            known: the slot's tokens where an earlier pass has chosen them, or `MASKED`.
-            has_slot: whether the row has this slot. One without draws no random number.
-        """
-        eos = self._backbone.eos_token_ids
-        pairs = []
-        for b, row in enumerate(rows):
-            if has_slot[b] and known[b] == MASKED:
-                pairs.append(draw_token(logits[b], row, drafted[b], eos))
-            else:
-                token = max(known[b], 0)
-                pairs.append((token, point_mass(token, logits[b])))
-        return [token for token, _ in pairs], torch.stack([law for _, law in pairs])
+        return tokens, torch.stack(laws, dim=1) if laws else None, tuple(lengths), scores
 
 
 def _only(state: DraftState, some: Sequence[int]) -> DraftState:
@@ -367,17 +332,32 @@ def _beside(
     return slots
 
 
-def _predecessors(first: Tensor, later: Tensor | None, index: Tensor, num_tokens: int) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _CarriedInputs:
+    """How carried slots enter; equal from step to step, see `Carried.inputs`."""
+
+    adapter: DiffusionAdapter
+
+    def __call__(self, hidden: Mapping[int, Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Return [B, G W, C] for ids [B, G, W], points [B, G] and taps of the predecessors."""
+        rows, index, *first = tensors
+        before = {
+            layer: _predecessors(own, hidden.get(layer), index)
+            for layer, own in zip(self.adapter.config.taps, first, strict=True)
+        }
+        own = self.adapter.draft_input(rows.flatten(0, 1), before)
+        return own.view(len(rows), -1, own.shape[-1])
+
+
+def _predecessors(first: Tensor, later: Tensor | None, index: Tensor) -> Tensor:
     """Return the states of the tokens before a pass's tokens, [B G, C].
 
     Args:
         first: [B, C] of the token before the pass.
         later: [B, T, C] of the pass's own; None where they are not known yet: zeros.
         index: [B, G] which token of the pass is meant.
-        num_tokens: T.
     """
-    batch, width = first.shape
     if later is None:
-        later = first.new_zeros(batch, num_tokens, width)
+        return torch.where(index[..., None] == 0, first[:, None], 0.0).flatten(0, 1)
     table = torch.cat([first[:, None], later], dim=1)
-    return table[torch.arange(batch, device=index.device)[:, None], index].flatten(0, 1)
+    return table[torch.arange(len(first), device=index.device)[:, None], index].flatten(0, 1)

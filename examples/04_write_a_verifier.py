@@ -14,7 +14,7 @@ class LenientVerifier:
     def __init__(self, width):
         self.width = width
 
-    def verify(self, target_logits, proposal, sampling, generators):
+    def verify(self, target_logits, proposal, sampling, streams):
         """Judge each row by itself; the next token is the argmax, whatever `sampling` says."""
         ranked = target_logits.topk(self.width).indices.tolist()  # [B, K+1, width]
         num_accepted, next_token = [], []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hybrid.carried import Carried, KeptSlots
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 from hybrid.types import (
     Context,
     Plan,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hybrid.attention.pattern import AttentionPattern
+    from hybrid.transfer import DeviceVerdict
 
 PREFILL_CHUNK = 512
 
@@ -224,7 +226,7 @@ class Drafter(Protocol):
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
         """Propose up to `plan.num_draft_tokens` tokens for each row.
 
-        Tokens are drawn with each row's sampling transforms and generator; a row may get 0 tokens.
+        Tokens are drawn with each row's sampling transforms and stream; a row may get 0 tokens.
         """
         ...
 
@@ -315,9 +317,12 @@ class Verifier(Protocol):
         target_logits: Tensor,
         proposal: Proposal,
         sampling: Sequence[SamplingParams],
-        generators: Sequence[torch.Generator],
-    ) -> Verdict:
+        streams: Sequence[RandomStream],
+    ) -> Verdict | DeviceVerdict:
         """Judge each row's proposal.
+
+        Numbers on the host are always right. Where `hybrid.transfer.decides_on_device` a verdict
+        that stays on the device saves the wait.
 
         Args:
             target_logits: [B, K+1, V] after the sampling transforms (a dropped token is -inf,
@@ -325,7 +330,7 @@ class Verifier(Protocol):
                 proposal.tokens[:, i]; row `num_tokens[b]` gives the bonus token.
             proposal: [B, K] tokens.
             sampling: per row; temperature 0 asks for the argmax.
-            generators: per row, CPU.
+            streams: each row's own random numbers.
 
         Raises:
             ProposalError: draft_probs gives 0 to a token it proposed.

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from hybrid.decode.stopping import Decode, StopRule
 from hybrid.errors import CapacityError, ConfigError
 from hybrid.metrics import RowMeter
@@ -16,6 +14,7 @@ from hybrid.models.tokenizer import Tokenizer
 from hybrid.params import SamplingParams
 from hybrid.prompts import to_token_ids
 from hybrid.protocols import Backbone
+from hybrid.streams import RandomStream
 from hybrid.types import GenerationResult, SequenceState, Source, StepRecord, StreamEvent
 
 
@@ -114,8 +113,7 @@ def start_request(
         raise ConfigError("stop: this model has no tokenizer; use stop_token_ids.")
     decode = tokenizer.decode if tokenizer is not None else None
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    generator = torch.Generator().manual_seed(seed)
     row = index or 0
-    state = SequenceState(row, ids, len(ids), params, generator)
+    state = SequenceState(row, ids, len(ids), params, RandomStream(seed))
     rule = StopRule(params, backbone.eos_token_ids, decode if wants_text or params.stop else None)
     return Request(state, rule, RowMeter(row, len(ids)), decode)

@@ -1,8 +1,9 @@
 """From logits to a token: penalties, temperature, truncation, one draw.
 
 Knows tensors and `SamplingParams`; knows no model, no cache, no verifier. Every row is computed by
-itself, so row i of a verify pass holds the same numbers as the same row alone. Random draws come
-from a CPU generator and the choice is made on the CPU in float64: the device never decides.
+itself, so row i of a verify pass holds the same numbers as the same row alone. Random numbers are
+those of each row's stream. A choice is made on the CPU in float64, or by kernels where the logits
+are, with nothing read back: hybrid/transfer.py says which.
 Next: verifiers/rejection.py.
 """
 
@@ -15,11 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid.errors import ConfigError
+from hybrid.kernels.logits_stats import logits_stats
+from hybrid.kernels.philox import philox
+from hybrid.kernels.sample import sample as sample_kernel
+from hybrid.transfer import decides_on_device, send
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hybrid.params import SamplingParams
+    from hybrid.streams import RandomStream
 
 # The nucleus is nearly always this small; only a wider one pays for sorting the vocabulary.
 _NUCLEUS_GUESS = 1024
@@ -30,8 +36,10 @@ def process_logits(
     params: SamplingParams,
     history: Sequence[int],
     num_prompt_tokens: int,
-    drafted: Sequence[int] = (),
+    drafted: Sequence[int] | Tensor = (),
     eos_token_ids: Sequence[int] = (),
+    *,
+    first: int = 0,
 ) -> Tensor:
     """Apply the request's transforms; softmax of the result is the distribution to sample.
 
@@ -42,55 +50,58 @@ def process_logits(
     however low, overflow.
 
     Args:
-        logits: [R, V], any float dtype; row i is for the token after `history + drafted[:i]`.
+        logits: [R, V], any float dtype; row i is for the token after `history` and the first
+            `first + i` drafted tokens.
         params: the request's parameters.
         history: prompt and generated tokens.
         num_prompt_tokens: how many of `history` are the prompt.
-        drafted: at least R-1 tokens that follow `history`.
+        drafted: at least `first` + R - 1 tokens that follow `history`, on any device.
         eos_token_ids: the checkpoint's ids that end an answer.
+        first: how many drafted tokens come before row 0.
 
     Returns:
         [R, V] float32; `logits` itself, in its own dtype, when the request is greedy and nothing
         else applies.
     """
-    num_generated = len(history) - num_prompt_tokens
+    num_generated = len(history) - num_prompt_tokens + first
     num_barred = min(max(params.min_new_tokens - num_generated, 0), logits.shape[0])
     if params.is_greedy and not params.has_penalties and not num_barred:
         return logits
     logits = logits.to(torch.float32)
     if params.has_penalties:
-        logits = _penalise(logits, params, history, num_prompt_tokens, drafted)
+        generated = history[num_prompt_tokens:]
+        logits = _penalise(logits, params, history[:num_prompt_tokens], generated, drafted, first)
     if num_barred:
         eos = () if params.ignore_eos else tuple(eos_token_ids)
         barred = [t for t in {*params.stop_token_ids, *eos} if t < logits.shape[1]]
         logits = logits.clone()
-        logits[:num_barred, barred] = -math.inf
+        logits[:num_barred].index_fill_(1, send(barred, logits.device), -math.inf)
     return logits if params.is_greedy else _temper_and_truncate(logits, params)
 
 
 def _penalise(
     logits: Tensor,
     params: SamplingParams,
-    history: Sequence[int],
-    num_prompt_tokens: int,
-    drafted: Sequence[int],
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    drafted: Sequence[int] | Tensor,
+    first: int,
 ) -> Tensor:
-    num_rows, vocab_size = logits.shape
-    seen = torch.zeros(vocab_size, dtype=torch.bool)
-    seen[list(history)] = True
-    generated = torch.tensor(history[num_prompt_tokens:], dtype=torch.long)
-    counts = torch.bincount(generated, minlength=vocab_size)
-    seen, counts = seen.to(logits.device), counts.to(logits.device)
-    rows = []
-    for i in range(num_rows):
-        if i > 0:
-            seen[drafted[i - 1]] = True
-            counts[drafted[i - 1]] += 1
-        row, penalty = logits[i], params.repetition_penalty
-        row = torch.where(seen, torch.where(row > 0, row / penalty, row * penalty), row)
-        row = row - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
-        rows.append(row)
-    return torch.stack(rows)
+    num_rows, device = len(logits), logits.device
+    drafted = drafted if isinstance(drafted, torch.Tensor) else send(drafted, device)
+    drafted = drafted.to(device, torch.long, non_blocking=True)
+    # How often each token was generated before each row [R, V]: in float32, exact as integers are.
+    counts = torch.zeros_like(logits)
+    ids = torch.cat([send(generated, device), drafted[:first]])
+    counts[0].index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+    between = drafted[first : first + num_rows - 1, None]
+    counts[1:].scatter_(1, between, 1.0)
+    counts = counts.cumsum(dim=0)
+    in_prompt = torch.zeros_like(logits[0], dtype=torch.bool)
+    in_prompt.index_fill_(0, send(prompt, device), True)
+    seen, penalty = in_prompt | (counts > 0), params.repetition_penalty
+    logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return logits - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
 
 
 def _temper_and_truncate(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -111,10 +122,11 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Return [R, V] bool: the smallest set of most probable tokens that reaches `top_p`."""
     log_probs = torch.log_softmax(logits, dim=1)
     vocab_size = logits.shape[1]
-    for width in (min(_NUCLEUS_GUESS, vocab_size), vocab_size):
+    widths = (min(_NUCLEUS_GUESS, vocab_size), vocab_size)
+    for width in widths[decides_on_device(logits.device) :]:  # the host alone may look and go on
         ranked = log_probs.topk(width).values
         reached = ranked.double().exp().cumsum(dim=1)
-        if bool((reached[:, -1] >= top_p).all()):
+        if width == vocab_size or bool((reached[:, -1] >= top_p).all()):
             break
     counts = (reached[:, :-1] < top_p).sum(dim=1, keepdim=True) + 1
     return _largest(log_probs, ranked, counts)
@@ -127,7 +139,8 @@ def _largest(values: Tensor, ranked: Tensor, counts: Tensor) -> Tensor:
     """
     threshold = ranked.gather(1, counts - 1)
     keep = values >= threshold
-    if bool((keep.sum(dim=1, keepdim=True) == counts).all()):
+    has_ties = decides_on_device(values.device) or bool((keep.sum(1, keepdim=True) != counts).any())
+    if not has_ties:
         return keep
     above, ties = values > threshold, values == threshold
     room = counts - above.sum(dim=1, keepdim=True)
@@ -136,8 +149,34 @@ def _largest(values: Tensor, ranked: Tensor, counts: Tensor) -> Tensor:
 
 def argmax(logits: Tensor) -> Tensor:
     """Return the most probable token [...] of logits [..., V], ties to the lowest id."""
+    if decides_on_device(logits.device):
+        return logits_stats(logits.flatten(0, -2)).argmax.view(logits.shape[:-1])
     # torch's argmax of a short float is five times slower on a CPU than the cast and float32's.
     return (logits.float() if logits.dtype.itemsize < 4 else logits).argmax(dim=-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return the entropy [...] of softmax(logits [..., V]), nats, float32."""
+    if decides_on_device(logits.device):
+        return logits_stats(logits.flatten(0, -2)).entropy.view(logits.shape[:-1])
+    return torch.special.entr(logits.float().softmax(dim=-1)).sum(dim=-1)
+
+
+def certainty(logits: Tensor) -> dict[str, Tensor]:
+    """Return `entropy`, `confidence` and `margin` [...] of logits [..., V]; see `Proposal`."""
+    if decides_on_device(logits.device):
+        stats = logits_stats(logits.flatten(0, -2))
+        columns = (stats.entropy, stats.probability, stats.margin)
+    else:
+        laws = logits.float().softmax(dim=-1)
+        best = laws.topk(2, dim=-1).values
+        columns = (
+            torch.special.entr(laws).sum(dim=-1),
+            best[..., 0],
+            best[..., 0] - best[..., 1],
+        )
+    names = ("entropy", "confidence", "margin")
+    return {n: own.view(logits.shape[:-1]) for n, own in zip(names, columns, strict=True)}
 
 
 def probs(processed: Tensor) -> Tensor:
@@ -145,9 +184,46 @@ def probs(processed: Tensor) -> Tensor:
     return torch.softmax(processed, dim=-1, dtype=torch.float32)
 
 
-def uniform(generator: torch.Generator) -> float:
-    """Draw one number in [0, 1), a multiple of 2**-53, from a CPU generator."""
-    return torch.rand((), generator=generator, dtype=torch.float64).item()
+def uniforms(
+    streams: Sequence[RandomStream], counts: Sequence[int], width: int, device: torch.device
+) -> Tensor:
+    """Draw `counts[b]` numbers in [0, 1) of each stream, where they are needed.
+
+    Returns:
+        [B, width] float64, width >= counts. What a row has beyond its count it has not drawn.
+    """
+    if decides_on_device(device):
+        places = [(s.seed, s.take(count)) for s, count in zip(streams, counts, strict=True)]
+        seeds, offsets = send(places, device).view(-1, 2).unbind(dim=1)
+        return philox(seeds, offsets, width)
+    drawn = [
+        [stream.uniform() if i < count else 0.0 for i in range(width)]
+        for stream, count in zip(streams, counts, strict=True)
+    ]
+    return torch.tensor(drawn, dtype=torch.float64).view(len(streams), width).to(device)
+
+
+def draw(
+    processed: Tensor, laws: Tensor | None, numbers: Tensor, is_greedy: Sequence[bool]
+) -> Tensor:
+    """Choose a token [N] of each row, where the logits are.
+
+    Args:
+        processed: [N, V] logits after the transforms.
+        laws: [N, V] their `probs`, None where nobody has them yet.
+        numbers: [N] float64, the quantile of each row's token.
+        is_greedy: per row; then it is the argmax.
+
+    Raises:
+        ConfigError: as `inverse_cdf`. On a device that decides, a row without a law gets -1.
+    """
+    if decides_on_device(processed.device):
+        temperature = send([not greedy for greedy in is_greedy], processed.device, torch.float32)
+        return sample_kernel(processed, numbers, temperature=temperature)
+    laws = probs(processed) if laws is None else laws
+    rows = zip(processed, laws, numbers.tolist(), is_greedy, strict=True)
+    tokens = [int(argmax(row)) if greedy else inverse_cdf(law, u) for row, law, u, greedy in rows]
+    return torch.tensor(tokens, device=processed.device)
 
 
 def inverse_cdf(weights: Tensor, u: float) -> int:
@@ -171,13 +247,13 @@ def inverse_cdf(weights: Tensor, u: float) -> int:
     return int(torch.searchsorted(cdf, u * total, right=True))
 
 
-def sample(probs: Tensor, generator: torch.Generator) -> int:
-    """Draw a token from `probs` [V] with one uniform number of the CPU generator.
+def sample(probs: Tensor, stream: RandomStream) -> int:
+    """Draw a token from `probs` [V] with the next number of the stream.
 
     Raises:
         ConfigError: as `inverse_cdf`.
     """
-    return inverse_cdf(probs, uniform(generator))
+    return inverse_cdf(probs, stream.uniform())
 
 
 def token_logprobs(

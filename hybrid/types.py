@@ -6,7 +6,7 @@ K drafted, L layers, C hidden, V vocabulary. Next: hybrid/protocols.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ from hybrid.errors import ProposalError
 from hybrid.params import SamplingParams
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from hybrid.streams import RandomStream
 
 
 class Mode(str, Enum):
@@ -77,16 +78,20 @@ class SequenceState:
         tokens: prompt and committed tokens. The last one is the anchor: it has no K/V yet.
         num_prompt_tokens: how many of `tokens` are the prompt.
         sampling: the request's parameters.
-        generator: the row's own random stream, a CPU generator.
+        stream: the row's own random numbers; only drawing advances it.
         finish_reason: None while running, else "stop", "length" or "cancelled".
+        transform: replaces the transforms of `sampling` on the target's logits, for a caller with
+            rules of its own: (logits [R, V], the tokens drafted behind `tokens`) to [R, V]. Drafts
+            still follow `sampling`.
     """
 
     row: int
     tokens: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
-    generator: torch.Generator
+    stream: RandomStream
     finish_reason: str | None = None
+    transform: Callable[[Tensor, Sequence[int]], Tensor] | None = None
 
     @property
     def anchor(self) -> int:
@@ -137,6 +142,10 @@ class Route:
     points: tuple[int, ...] = ()
 
 
+CERTAINTY = ("entropy", "confidence", "margin")
+"""Fields of a `Proposal` that say how sure its distributions are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What a drafter proposes.
@@ -177,7 +186,7 @@ class Proposal:
             raise ProposalError(
                 f"num_tokens: got {self.num_tokens}, expected {batch} numbers from 0 to {width}."
             )
-        for name in ("draft_probs", "entropy", "confidence", "margin"):
+        for name in ("draft_probs", *CERTAINTY):
             value = getattr(self, name)
             if value is not None and tuple(value.shape[:2]) != (batch, width):
                 raise ProposalError(

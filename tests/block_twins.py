@@ -20,6 +20,7 @@ from hybrid.decode.policies import DenoisePreset
 from hybrid.decode.stopping import StopRule
 from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 from hybrid.types import SequenceState
 
 MASK, VOCAB = 21, 24
@@ -46,7 +47,7 @@ def start(
     params = SamplingParams(max_new_tokens=limit, **sampling)
     rows = []
     for i, prompt in enumerate(prompts):
-        stream = torch.Generator().manual_seed(sum(prompt))
+        stream = RandomStream(sum(prompt))
         state = SequenceState(i, list(prompt), len(prompt), params, stream)
         rule = StopRule(params, backbone.eos_token_ids)
         rows.append(DenoiseRow.start(backbone, preset, state, rule))

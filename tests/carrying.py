@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid.attention.pattern import groups
 from hybrid.decode.loop import prefill, run
 from hybrid.decode.step import Engine
-from hybrid.drafters.drawing import draw_token
+from hybrid.drafters.drawing import draw_tokens, take_numbers
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.models.checkpoint import open_checkpoint
 from hybrid.models.draft_input import MASKED
@@ -28,6 +28,7 @@ from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
 from hybrid.protocols import Carried, DraftState, ForwardOutput
 from hybrid.router.fixed import FixedRouter
+from hybrid.streams import RandomStream
 from hybrid.types import (
     Mode,
     Plan,
@@ -189,8 +190,10 @@ class CarryingFake(FakeDrafter):
             fresh = [[*context_of(row.tokens), 1 + i] for i in range(count)]
             slots = fresh if own is None else own.hidden.tolist()[:count]
             for i, slot in enumerate(slots):
-                logits, before = self.logits(slot), tokens[b, :i].tolist()
-                tokens[b, i], laws[b, i] = draw_token(logits, row, before, ())
+                logits, before = self.logits(slot), tokens[b : b + 1, :i]
+                number = take_numbers([row], [1], tokens.device)[:, 0]
+                drawn = draw_tokens(logits[None], [row], before, (), number)
+                tokens[b, i], laws[b, i] = (own[0] for own in drawn)
                 confidence[b, i] = logits.softmax(0).max()
             lengths.append(len(slots))
             firsts.append(1 if own is None else own.first_slot)
@@ -218,7 +221,8 @@ class CarryingFake(FakeDrafter):
             layer=0,
             adapter=None,
             taps=(),
-            inputs=lambda hidden: tokens,
+            inputs=lambda hidden, tensors: tensors[0],
+            tensors=(tokens,),
             position_ids=positions.flatten(1),
             pattern=groups(starts, size),
             group_size=size,
@@ -258,7 +262,7 @@ def carrying_engine(
     engine.cache, engine.router = backbone.new_cache(len(rows), longest + width), router
     for row, own in zip(rows, several, strict=True):
         row.sampling = own
-        row.generator.manual_seed(own.seed or 0)
+        row.stream = RandomStream(own.seed or 0)
         engine.rules[row.row] = type(engine.rules[row.row])(own, backbone.eos_token_ids)
     return engine, rows
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from carrying import carrying_engine
 from torch import Tensor
 
@@ -59,7 +60,7 @@ class EnumeratedVerifier:
         self.known: dict[Any, list[tuple[float, tuple[int, list[float]]]]] = {}
 
     def verify(
-        self, target_logits: Tensor, proposal: Proposal, sampling: Any, generators: Any
+        self, target_logits: Tensor, proposal: Proposal, sampling: Any, streams: Any
     ) -> Verdict:
         accepted, following = [], []
         for b, count in enumerate(proposal.num_tokens):
@@ -137,7 +138,11 @@ def enumerated_law(target, drafter, router, rule, prompt, num_tokens, monkeypatc
     """Return {answer: probability} of the decode loop, through every outcome of every draw."""
     choices = Choices()
     verifier = EnumeratedVerifier(rule, choices)
-    monkeypatch.setattr(drawing, "sample", lambda law, _: choices.choose(law.double().tolist()))
+
+    def draw(processed: Tensor, laws: Tensor, *_: Any) -> Tensor:
+        return torch.tensor([choices.choose(law.double().tolist()) for law in laws])
+
+    monkeypatch.setattr(drawing, "draw", draw)
     params = SamplingParams(temperature=1.0, max_new_tokens=num_tokens)
     seen, law = Counter(), defaultdict(float)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hybrid.protocols import Drafter, DraftState
+from hybrid.sampling import sample
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 
@@ -80,7 +81,7 @@ def sometimes_wrong(sequences: Sequence[Sequence[int]], count: int) -> Oracle:
 
 
 class UniformDrafter(FakeDrafter):
-    """Draws each token uniformly with the row's generator and reports that law."""
+    """Draws each token uniformly with the row's stream and reports that law."""
 
     name = "uniform"
 
@@ -91,10 +92,11 @@ class UniformDrafter(FakeDrafter):
     def draft(self, state: DraftState, plan: Plan) -> Proposal:
         batch, width = len(state.rows), plan.num_draft_tokens
         rows = [
-            torch.randint(self.vocab_size, (width,), generator=row.generator) for row in state.rows
+            [int(row.stream.uniform() * self.vocab_size) for _ in range(width)]
+            for row in state.rows
         ]
         laws = torch.full((batch, width, self.vocab_size), 1 / self.vocab_size)
-        return Proposal(torch.stack(rows), (width,) * batch, draft_probs=laws)
+        return Proposal(torch.tensor(rows), (width,) * batch, draft_probs=laws)
 
 
 class SkewedDrafter(FakeDrafter):
@@ -114,7 +116,7 @@ class SkewedDrafter(FakeDrafter):
             last, own = row.anchor, []
             for _ in range(plan.num_draft_tokens):
                 laws.append(self.laws[last])
-                last = int(torch.multinomial(laws[-1], 1, generator=row.generator))
+                last = sample(laws[-1], row.stream)
                 own.append(last)
             tokens.append(own)
         batch, width = len(tokens), plan.num_draft_tokens

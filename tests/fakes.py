@@ -59,6 +59,7 @@ from hybrid.params import SamplingParams
 from hybrid.protocols import PREFILL_CHUNK, ForwardOutput
 from hybrid.registry import load
 from hybrid.router.fixed import FixedRouter
+from hybrid.streams import RandomStream
 from hybrid.types import Context, SequenceState, Write
 
 BYTES = Tokenizer(byte_tokenizer())
@@ -318,7 +319,7 @@ def make_engine(
 ) -> tuple[Engine, list[SequenceState]]:
     """Return an engine and its rows, not yet prefilled, for tests below the facade."""
     states = [
-        SequenceState(i, list(p), len(p), params, torch.Generator().manual_seed(params.seed or 0))
+        SequenceState(i, list(p), len(p), params, RandomStream(params.seed or 0))
         for i, p in enumerate(prompts)
     ]
     capacity = max(map(len, prompts)) + params.max_new_tokens + num_draft_tokens + 1

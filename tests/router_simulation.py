@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from hybrid.params import SamplingParams
 from hybrid.router.cost import StepShape
+from hybrid.streams import RandomStream
 from hybrid.types import (
     Mode,
     Plan,
@@ -31,7 +32,7 @@ Guess = tuple[float, bool]
 
 def row(index: int = 0, max_new_tokens: int = 512, **sampling: Any) -> SequenceState:
     params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-    return SequenceState(index, [1, 2, 3], 3, params, cast(torch.Generator, None))
+    return SequenceState(index, [1, 2, 3], 3, params, RandomStream(0))
 
 
 def hostile(rng: random.Random, slot: int) -> Guess:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hybrid.params import SamplingParams
+    from hybrid.streams import RandomStream
+    from hybrid.transfer import DeviceVerdict
     from hybrid.types import Proposal, Verdict
 
 
@@ -63,11 +65,13 @@ class BlockVerifier:
         target_logits: Tensor,
         proposal: Proposal,
         sampling: Sequence[SamplingParams],
-        generators: Sequence[torch.Generator],
-    ) -> Verdict:
+        streams: Sequence[RandomStream],
+    ) -> Verdict | DeviceVerdict:
         """Judge each row's proposal; see `Verifier.verify`.
 
         Raises:
             ProposalError: draft_probs gives 0 to a token it proposed.
         """
-        return verify_rows(accept_by_block, target_logits, proposal, sampling, generators)
+        return verify_rows(
+            accept_by_block, target_logits, proposal, sampling, streams, kernel="block"
+        )

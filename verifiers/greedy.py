@@ -12,12 +12,15 @@ import torch
 
 from hybrid.errors import ConfigError
 from hybrid.sampling import argmax
+from hybrid.transfer import DeviceVerdict, decides_on_device
 from hybrid.types import Verdict
+from hybrid.verifiers.on_device import greedy_on_device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hybrid.params import SamplingParams
+    from hybrid.streams import RandomStream
     from hybrid.types import Proposal
 
 
@@ -29,7 +32,7 @@ def greedy_outcomes(target_logits: Tensor, proposal: Proposal) -> list[tuple[int
         proposal: [B, K] tokens.
     """
     choices = argmax(target_logits)  # [B, K+1]
-    both = torch.cat([choices, proposal.tokens.to(choices.device)], dim=1).tolist()  # host sync
+    both = torch.cat([choices, proposal.tokens.to(choices.device)], dim=1).tolist()
     width = choices.shape[1]
     outcomes = []
     for row, num_tokens in zip(both, proposal.num_tokens, strict=True):
@@ -52,9 +55,9 @@ class GreedyVerifier:
         target_logits: Tensor,
         proposal: Proposal,
         sampling: Sequence[SamplingParams],
-        generators: Sequence[torch.Generator],
-    ) -> Verdict:
-        """Judge each row by the argmax; one host sync for the batch, no random draw.
+        streams: Sequence[RandomStream],
+    ) -> Verdict | DeviceVerdict:
+        """Judge each row by the argmax; no random draw.
 
         Raises:
             ConfigError: a row has a temperature above 0.
@@ -65,5 +68,7 @@ class GreedyVerifier:
                     f"Verifier 'greedy': got temperature {params.temperature}, expected 0. "
                     "Use the verifier 'rejection' or 'block' to sample."
                 )
+        if decides_on_device(target_logits.device):
+            return greedy_on_device(target_logits, proposal)
         outcomes = greedy_outcomes(target_logits, proposal)
         return Verdict(tuple(n for n, _ in outcomes), tuple(t for _, t in outcomes))

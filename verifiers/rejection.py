@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid.errors import ProposalError
-from hybrid.sampling import inverse_cdf, uniform
+from hybrid.sampling import inverse_cdf
+from hybrid.transfer import DeviceVerdict, decides_on_device
 from hybrid.types import Verdict
 from hybrid.verifiers.greedy import greedy_outcomes
+from hybrid.verifiers.on_device import verify_on_device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hybrid.kernels.verify.reference import Rule
     from hybrid.params import SamplingParams
+    from hybrid.streams import RandomStream
     from hybrid.types import Proposal
 
 AcceptRule = Callable[
@@ -95,13 +99,19 @@ def verify_rows(
     target_logits: Tensor,
     proposal: Proposal,
     sampling: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator],
-) -> Verdict:
+    streams: Sequence[RandomStream],
+    *,
+    kernel: Rule | None = None,
+) -> Verdict | DeviceVerdict:
     """Judge greedy rows by the argmax and the others by `rule`, each row by itself.
 
-    A row with n drafted tokens draws n + 1 numbers from its generator whatever the outcome, a
-    greedy row none. Arguments and errors are those of `Verifier.verify`.
+    A row with n drafted tokens draws n + 1 numbers from its stream whatever the outcome, a
+    greedy row none. Where the device decides, the rule of this name in kernels/verify does it
+    there; None is a rule for the host alone. Other arguments and errors are those of
+    `Verifier.verify`.
     """
+    if kernel is not None and decides_on_device(target_logits.device):
+        return verify_on_device(kernel, target_logits, proposal, sampling, streams)
     greedy = any(params.is_greedy for params in sampling)
     outcomes = greedy_outcomes(target_logits, proposal) if greedy else [(0, 0)] * len(sampling)
     for b, (num_tokens, params) in enumerate(zip(proposal.num_tokens, sampling, strict=True)):
@@ -114,7 +124,7 @@ def verify_rows(
             # Float32 rows add up to 1 only nearly; the drafter drew from the normalised row.
             draft_probs = draft_probs / draft_probs.sum(dim=-1, keepdim=True)
         tokens = proposal.tokens[b, :num_tokens].tolist()
-        *uniforms, last = [uniform(generators[b]) for _ in range(num_tokens + 1)]
+        *uniforms, last = [streams[b].uniform() for _ in range(num_tokens + 1)]
         num_accepted, weights = rule(target_probs, draft_probs, tokens, uniforms)
         if not weights.any():  # target and draft equal up to rounding
             weights = target_probs[num_accepted]
@@ -133,11 +143,13 @@ class RejectionVerifier:
         target_logits: Tensor,
         proposal: Proposal,
         sampling: Sequence[SamplingParams],
-        generators: Sequence[torch.Generator],
-    ) -> Verdict:
+        streams: Sequence[RandomStream],
+    ) -> Verdict | DeviceVerdict:
         """Judge each row's proposal; see `Verifier.verify`.
 
         Raises:
             ProposalError: draft_probs gives 0 to a token it proposed.
         """
-        return verify_rows(accept_by_token, target_logits, proposal, sampling, generators)
+        return verify_rows(
+            accept_by_token, target_logits, proposal, sampling, streams, kernel="rejection"
+        )

@@ -54,7 +54,7 @@ def decode_canvases(
                 state,
                 rule,
                 stack.enter_context(
-                    closing(model.canvases(state.tokens, settings, state.generator.initial_seed()))
+                    closing(model.canvases(state.tokens, settings, state.stream.seed))
                 ),
             )
             for state, rule in rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hybrid.sampling import token_logprobs
-from hybrid.types import Mode, Proposal, Route, RowStep, Source, Verdict
+from hybrid.types import Mode, Proposal, Route, RowStep, Source
 
 if TYPE_CHECKING:
     from hybrid.decode.judging import Judgement
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def commit_row(
     engine: Engine,
     batch_row: int,
-    proposal: Proposal,
-    verdict: Verdict,
+    judged: Judgement,
     logits: Tensor,
     num_unverified: int = 0,
 ) -> RowStep:
@@ -29,15 +28,14 @@ def commit_row(
     Args:
         engine: the parts; the row's state is changed, its cache row is not.
         batch_row: index among the active rows.
-        proposal: what was drafted.
-        verdict: what the verifier decided.
+        judged: what the target said.
         logits: [B, T, V] of the target, before the sampling transforms.
         num_unverified: leading drafted tokens that the verifier was not asked about.
     """
     row = engine.rows[batch_row]
-    num_drafted, num_accepted = proposal.num_tokens[batch_row], verdict.num_accepted[batch_row]
-    drafted = proposal.tokens[batch_row, :num_drafted].tolist() if num_drafted else []
-    tokens = [*drafted[:num_accepted], verdict.next_token[batch_row]]
+    drafted, num_accepted = judged.drafted[batch_row], judged.verdict.num_accepted[batch_row]
+    tokens = (*drafted[:num_accepted], judged.verdict.next_token[batch_row])
+    num_drafted = len(drafted)
     rule = engine.rules[row.row]
     committed: list[int] = []
     for token in tokens:
@@ -55,7 +53,7 @@ def commit_row(
         num_drafted=num_drafted,
         num_accepted=num_accepted,
         num_unverified=num_unverified,
-        drafted=tuple(drafted),
+        drafted=drafted,
         logprobs=logprobs,
         top_logprobs=top,
         finish_reason=row.finish_reason,
@@ -89,17 +87,17 @@ def describe_row(
     left = engine.slots.get(step.index)
     count = proposed.num_tokens[batch_row]
 
-    def values(column: Tensor | None) -> tuple[float, ...]:
-        return () if column is None else tuple(column[batch_row, :count].tolist())
+    def values(name: str) -> tuple[float, ...]:
+        return tuple(judged.certainty[name][batch_row][:count]) if name in judged.certainty else ()
 
     return replace(
         step,
         mode=mode,
         num_proposed=count,
         disagreements=judged.disagreements[batch_row],
-        entropies=values(proposed.entropy),
-        confidences=values(proposed.confidence),
-        margins=values(proposed.margin),
+        entropies=values("entropy"),
+        confidences=values("confidence"),
+        margins=values("margin"),
         first_slot=proposed.first_slot[batch_row] if proposed.first_slot and count else 0,
         points=points,
         num_slots=0 if left is None else len(left.hidden),

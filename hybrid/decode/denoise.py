@@ -18,10 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from hybrid.attention.pattern import AttentionPattern, bidirectional
 from hybrid.decode.canvas import Block, Canvas, Pass, PassKind
 from hybrid.decode.policies import DenoisePreset, Denoiser
-from hybrid.decode.slots import Slots
+from hybrid.decode.slots import DeviceSlots, Slots
 from hybrid.decode.stopping import StopRule
 from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone, Cache
+from hybrid.transfer import decides_on_device
 from hybrid.types import Mode, RowStep, SequenceState, Slot, Source, StepRecord
 
 _MODES = {
@@ -158,11 +159,12 @@ def _advance(job: _Job, logits: Tensor, guessed: Sequence[Tensor]) -> Sequence[B
 def _commit(row: DenoiseRow, blocks: Sequence[Block], plan: Pass, logits: Tensor) -> None:
     """Commit what the row's rule chooses of the predictions of one pass, logits [n, V]."""
     canvas, denoiser = row.canvas, row.denoiser
-    slots = Slots(
+    kind = DeviceSlots if decides_on_device(logits.device) else Slots
+    slots = kind(
         logits[: len(plan.targets)],
         plan.targets,
         sampling=row.sampling,
-        generator=row.state.generator,
+        stream=row.state.stream,
         masked=canvas.masked[plan.targets] if plan.rewrites else None,
         current=canvas.tokens[plan.targets] if plan.rewrites else None,
         raw_confidence=denoiser.raw_confidence,
@@ -201,13 +203,13 @@ def _forward(backbone: Backbone, cache: Cache, jobs: Sequence[_Job]) -> Tensor:
     for row, prefix in zip(rows, prefixes, strict=True):
         cache.truncate(row, prefix)
     out = backbone.forward(
-        tokens.to(device),
-        positions.to(device),
+        tokens.to(device, non_blocking=True),
+        positions.to(device, non_blocking=True),
         _pattern(prefixes, local, jobs[0].plan),
         cache,
         rows,
         write=jobs[0].plan.write,
-        logits_at=at.to(device),
+        logits_at=at.to(device, non_blocking=True),
         features=features or None,
     )
     for row, plan in zip(rows, plans * (2 if guidance else 1), strict=True):

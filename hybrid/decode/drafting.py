@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from hybrid.carried import Carried, KeptSlots
 from hybrid.decode.fallback import cut, draft_or_nothing, empty_proposal
 from hybrid.errors import ConfigError
 from hybrid.protocols import DraftState
-from hybrid.types import Plan, Proposal, Route
+from hybrid.transfer import decides_on_device, read, send
+from hybrid.types import CERTAINTY, Plan, Proposal, Route
 
 if TYPE_CHECKING:
     from hybrid.decode.step import Engine
@@ -54,6 +55,8 @@ def draft_rows(engine: Engine, plans: Sequence[Plan]) -> Proposal:
     asked = max((plans[b] for b in wanting), key=lambda plan: plan.num_draft_tokens)
     proposal = draft_or_nothing(engine, state, asked)
     proposal = cut(proposal, [plans[b].num_draft_tokens for b in wanting])
+    if engine.router.wants_features:
+        proposal = _on_host(proposal)
     return proposal if len(wanting) == len(rows) else _spread(proposal, wanting, len(rows))
 
 
@@ -108,16 +111,28 @@ def keep_slots(
             engine.slots[row.row] = left
 
 
+def _on_host(proposal: Proposal) -> Proposal:
+    """Return the proposal with its certainty on the host.
+
+    The router looks at it before the target pass, so this is a wait of its own, the only one beside
+    that for the verdict.
+    """
+    columns = {n: v for n in CERTAINTY if (v := getattr(proposal, n)) is not None}
+    if not any(v.numel() and decides_on_device(v.device) for v in columns.values()):
+        return proposal
+    found = read(columns)
+    here: dict[str, Any] = {n: torch.tensor(found[n]).view(v.shape) for n, v in columns.items()}
+    return replace(proposal, **here)
+
+
 def _spread(proposal: Proposal, wanting: Sequence[int], batch: int) -> Proposal:
     """Return the proposal of some rows as one of all; the others propose nothing."""
-    index = torch.tensor(wanting)
 
     def rows_of(values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
         whole = values.new_zeros(batch, *values.shape[1:])
-        whole[index] = values
-        return whole
+        return whole.index_copy_(0, send(wanting, values.device), values)
 
     def numbers(values: Sequence[int]) -> tuple[int, ...]:
         own = dict(zip(wanting, values, strict=True))

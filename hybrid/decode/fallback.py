@@ -13,7 +13,8 @@ from torch import Tensor
 from hybrid.carried import Carried
 from hybrid.errors import ProposalError
 from hybrid.protocols import CarryingDrafter, DraftState, can_carry
-from hybrid.types import Plan, Proposal, SequenceState, StepRecord
+from hybrid.transfer import decides_on_device
+from hybrid.types import CERTAINTY, Plan, Proposal, SequenceState, StepRecord
 
 if TYPE_CHECKING:
     from hybrid.decode.step import Engine
@@ -119,7 +120,8 @@ def _warn(engine: Engine, error: Exception) -> None:
 def _check(proposal: Proposal, batch: int, limit: int, vocab_size: int) -> None:
     """Refuse what would crash the step or change its outcome.
 
-    Ids on an accelerator are not read, which would cost a host sync: `_fit` bounds them.
+    Where the device decides nothing is read, which would be a wait: `_fit` bounds the ids, and
+    the verdict says whether a law excludes its token.
 
     Raises:
         ProposalError: a wrong type, shape, count, id or probability.
@@ -135,12 +137,12 @@ def _check(proposal: Proposal, batch: int, limit: int, vocab_size: int) -> None:
     most = min(limit, tokens.shape[1])
     if len(counts) != batch or not all(0 <= count <= most for count in counts):
         raise ProposalError(f"num_tokens: got {counts}, expected {batch} numbers from 0 to {most}.")
-    if tokens.device.type == "cpu":
+    if not decides_on_device(tokens.device):
         ids = [t for row, n in zip(tokens.tolist(), counts, strict=True) for t in row[:n]]
         bad = next((t for t in ids if not 0 <= t < vocab_size), None)
         if bad is not None:
             raise ProposalError(f"tokens: got id {bad}, expected ids from 0 to {vocab_size - 1}.")
-    for name in ("entropy", "confidence", "margin"):
+    for name in CERTAINTY:
         value = getattr(proposal, name)
         if value is not None and value.shape != tokens.shape:
             raise ProposalError(f"{name}: got {list(value.shape)}, expected {list(tokens.shape)}.")
@@ -152,14 +154,15 @@ def _check(proposal: Proposal, batch: int, limit: int, vocab_size: int) -> None:
                 f"draft_probs: got {list(draft_probs.shape)}, "
                 f"expected {[*tokens.shape, vocab_size]}."
             )
-        _check_laws(draft_probs, tokens.to(draft_probs.device), counts)
+        if not decides_on_device(draft_probs.device):
+            _check_laws(draft_probs, tokens.to(draft_probs.device), counts)
 
 
 def _check_laws(draft_probs: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
     ids = tokens.long().clamp(0, draft_probs.shape[2] - 1).unsqueeze(2)
     is_law = (draft_probs.amin(dim=2) >= 0) & draft_probs.sum(dim=2).isfinite()
     is_law &= draft_probs.gather(2, ids).squeeze(2) > 0
-    if not all(all(row[:n]) for row, n in zip(is_law.tolist(), counts, strict=True)):  # host sync
+    if not all(all(row[:n]) for row, n in zip(is_law.tolist(), counts, strict=True)):
         raise ProposalError(
             "draft_probs: got a row with NaN, a negative number or 0 for the proposed token, "
             "expected the distribution that the token was drawn from."
@@ -186,7 +189,7 @@ def cut(proposal: Proposal, most: Sequence[int]) -> Proposal:
     """Return the proposal with at most so many tokens per row."""
     num_tokens = tuple(map(min, proposal.num_tokens, most))
     width = max(num_tokens, default=0)
-    fields = ("tokens", "draft_probs", "entropy", "confidence", "margin")
+    fields = ("tokens", "draft_probs", *CERTAINTY)
     columns = {name: getattr(proposal, name) for name in fields}
     kept: dict[str, Any] = {
         name: None if value is None else value[:, :width] for name, value in columns.items()

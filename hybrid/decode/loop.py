@@ -13,10 +13,10 @@ import torch
 from hybrid.attention.pattern import causal
 from hybrid.decode.commit import commit_row
 from hybrid.decode.fallback import absorb_or_nothing, empty_proposal, reset_or_nothing
-from hybrid.decode.judging import bar, transform, verify
+from hybrid.decode.judging import bar, judge_draft
 from hybrid.decode.step import Engine, decode_step, keep_taps
 from hybrid.protocols import ForwardOutput
-from hybrid.types import Mode, SequenceState, StepRecord, Write
+from hybrid.types import Mode, Route, SequenceState, StepRecord, Write
 
 
 def run(engine: Engine, rows: list[SequenceState]) -> Generator[StepRecord, None, None]:
@@ -79,8 +79,8 @@ def prefill(engine: Engine, row: SequenceState) -> tuple[StepRecord, dict[int, t
     # The step's own verdict and commit, with nothing drafted.
     engine.rows = [row]
     proposal = empty_proposal(1)
-    verdict = verify(engine, transform(engine, logits, proposal), proposal)
-    row_step = commit_row(engine, 0, proposal, verdict, logits)
+    judged = judge_draft(engine, logits, proposal, proposal, (Route(0),))
+    row_step = commit_row(engine, 0, judged, logits)
     keep_taps(engine, {}, (0,))
     record = StepRecord(
         mode=Mode.PREFILL,

@@ -7,8 +7,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
-from hybrid.sampling import argmax, process_logits, sample
+from hybrid.sampling import argmax, draw, process_logits, uniforms
+from hybrid.streams import RandomStream
+from hybrid.transfer import read
 
 _SURE = 0.999  # from here on scores are computed in float64, as the references do everywhere
 _LEAST = torch.finfo(torch.float32).min  # an id of probability 0 must not add 0 * -inf
@@ -29,7 +32,7 @@ class Slots:
         positions: Tensor,
         *,
         sampling: SamplingParams,
-        generator: torch.Generator,
+        stream: RandomStream,
         masked: Tensor | None = None,
         current: Tensor | None = None,
         raw_confidence: bool = False,
@@ -40,13 +43,13 @@ class Slots:
             logits: [n, V], finite; the mask token's is the least number of their dtype.
             positions: see the attributes.
             sampling: of the row; truncation (top_k, ...) counts for the scores of a greedy row too.
-            generator: the row's own stream.
+            stream: the row's own.
             masked: see the attributes.
             current: see the attributes.
             raw_confidence: scores are those of the law before temperature and truncation.
         """
         self.positions, self.masked, self.current = positions, masked, current
-        self._logits, self._generator, self._is_greedy = logits, generator, sampling.is_greedy
+        self._logits, self._stream, self._is_greedy = logits, stream, sampling.is_greedy
         self._law_logits, self._has_holes = logits, False
         if sampling.is_greedy and sampling.top_p == 1 and not sampling.min_p:
             if 0 < sampling.top_k < logits.shape[1]:
@@ -67,8 +70,7 @@ class Slots:
         """The predicted ids [n]: argmax, or a draw from the row's own stream. CPU."""
         if self._is_greedy:
             return argmax(self._logits).cpu()
-        laws = self._law_logits.softmax(dim=-1)
-        return torch.tensor([sample(law, self._generator) for law in laws], dtype=torch.long)
+        return self._draw().cpu()
 
     def tokens_at(self, index: Tensor) -> Tensor:
         """Return the predicted ids of some slots; of a greedy row, the others' are not computed."""
@@ -111,6 +113,13 @@ class Slots:
         best = self._probs.topk(min(2, self._probs.shape[1]), dim=-1).values
         return (best[:, 0] - best[:, 1:].sum(dim=-1)).cpu()
 
+    def _draw(self) -> Tensor:
+        numbers = self._take_numbers(self._logits.device)
+        return draw(self._law_logits, None, numbers, [False] * len(self))
+
+    def _take_numbers(self, device: torch.device) -> Tensor:
+        return uniforms([self._stream], [len(self)], len(self), device)[0]
+
     @cached_property
     def _probs(self) -> Tensor:
         return self._scored_logits.softmax(dim=-1, dtype=torch.float32)
@@ -131,4 +140,60 @@ class Slots:
     @cached_property
     def random(self) -> Tensor:
         """A number in [0, 1) per slot [n] from the row's own stream."""
-        return torch.rand(len(self), generator=self._generator, dtype=torch.float64)
+        return self._take_numbers(self.positions.device)
+
+
+class DeviceSlots(Slots):
+    """The same where the device decides: all that rules ask for is read at once.
+
+    Every score is float64, because to ask which slots need it would be another wait.
+    """
+
+    def tokens_at(self, index: Tensor) -> Tensor:
+        """Return the predicted ids of some slots."""
+        return self.tokens[index]
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """See `Slots.tokens`."""
+        return self._found["tokens"]
+
+    @cached_property
+    def confidence(self) -> Tensor:
+        """See `Slots.confidence`."""
+        return self._found["confidence"]
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """See `Slots.entropy`."""
+        return self._found["entropy"]
+
+    @cached_property
+    def margin(self) -> Tensor:
+        """See `Slots.margin`."""
+        return self._found["margin"]
+
+    @cached_property
+    def _found(self) -> dict[str, Tensor]:
+        laws = self._scored_logits.softmax(dim=-1, dtype=torch.float64)
+        best = laws.topk(min(2, laws.shape[1]), dim=-1).values
+        if self._is_greedy:
+            tokens, confidence = argmax(self._logits), best[:, 0]
+        else:
+            tokens = self._draw()
+            confidence = laws.gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
+        found = read(
+            {
+                "tokens": tokens,
+                "confidence": confidence,
+                "entropy": -torch.special.xlogy(laws, laws + 1e-12).sum(dim=-1),
+                "margin": best[:, 0] - best[:, 1:].sum(dim=-1),
+            }
+        )
+        if min(found["tokens"], default=0) < 0:
+            raise ConfigError(
+                "Token probabilities: a slot has no law. The model's logits hold NaN or exclude "
+                "every token; try dtype='float32' or check the checkpoint."
+            )
+        kinds = {"tokens": torch.long}
+        return {n: torch.tensor(v, dtype=kinds.get(n, torch.float64)) for n, v in found.items()}

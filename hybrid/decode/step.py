@@ -21,6 +21,7 @@ from hybrid.decode.fallback import absorb_or_nothing, carry_or_nothing, cut, obs
 from hybrid.decode.judging import bar, judge_draft
 from hybrid.decode.stopping import StopRule
 from hybrid.protocols import Backbone, Cache, Drafter, DraftState, Router, Verifier
+from hybrid.transfer import send
 from hybrid.types import Mode, Proposal, SequenceState, StepRecord
 
 
@@ -80,11 +81,10 @@ def decode_step(engine: Engine) -> StepRecord:
     )
     logits = bar(engine, out)
     forwarded = time.perf_counter()
-    judged = judge_draft(engine, logits, proposal, routes)
+    judged = judge_draft(engine, logits, proposed, proposal, routes)
     accepted = judged.verdict.num_accepted
     steps = [
-        commit_row(engine, b, proposal, judged.verdict, logits, routes[b].num_unverified)
-        for b in range(len(rows))
+        commit_row(engine, b, judged, logits, routes[b].num_unverified) for b in range(len(rows))
     ]
     for row, step in zip(rows, steps, strict=True):
         # K/V of the anchor and of all but the last committed token, which is the next anchor.
@@ -128,7 +128,7 @@ def keep_taps(engine: Engine, hidden: Mapping[int, Tensor], index: Sequence[int]
 def _inputs(
     rows: Sequence[SequenceState], proposal: Proposal, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    anchors = torch.tensor([[row.anchor] for row in rows])
-    inputs = torch.cat([anchors.to(device), proposal.tokens.to(device)], dim=1)
-    starts = torch.tensor([[row.cached_len] for row in rows])
-    return inputs, (starts + torch.arange(inputs.shape[1])).to(device)
+    anchors = send([[row.anchor] for row in rows], device)
+    inputs = torch.cat([anchors, proposal.tokens.to(device, non_blocking=True)], dim=1)
+    starts = send([[row.cached_len] for row in rows], device)
+    return inputs, starts + torch.arange(inputs.shape[1], device=device)

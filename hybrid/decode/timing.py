@@ -16,6 +16,7 @@ from hybrid.attention.pattern import causal
 from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone, CarryingDrafter, Drafter, DraftState, can_carry
 from hybrid.sampling import argmax
+from hybrid.streams import RandomStream
 from hybrid.types import Mode, Plan, SequenceState, Write
 
 # Long enough that attention counts, short enough for the smallest context.
@@ -101,7 +102,7 @@ class PassTimer:
         if absorb is not None:
             absorb(cache, range(num_rows), out.hidden, [length] * num_rows)
         rows = [
-            SequenceState(index, tokens, 1, SamplingParams(), torch.Generator())
+            SequenceState(index, tokens, 1, SamplingParams(), RandomStream(0))
             for index, tokens in enumerate(text.tolist())
         ]
         hidden = {layer: values[:, -1] for layer, values in out.hidden.items()}

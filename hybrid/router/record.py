@@ -20,6 +20,7 @@ from hybrid.params import SamplingParams
 from hybrid.router.choice import Explanation
 from hybrid.router.config import ROUTED
 from hybrid.router.hybrid import Draft, HybridRouter
+from hybrid.streams import RandomStream
 from hybrid.types import Plan, Route, SequenceState, StepRecord
 
 FORMAT = 1
@@ -174,8 +175,7 @@ def _state(header: RowHeader) -> SequenceState:
         temperature=0.0 if header.is_greedy else 1.0, max_new_tokens=header.max_new_tokens
     )
     prompt = [0] * header.num_prompt_tokens
-    generator: Any = None
-    return SequenceState(header.index, prompt, header.num_prompt_tokens, sampling, generator)
+    return SequenceState(header.index, prompt, header.num_prompt_tokens, sampling, RandomStream(0))
 
 
 def _encode(value: Any) -> Any:

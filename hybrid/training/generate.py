@@ -26,7 +26,7 @@ from hybrid.prompt_files import numbered_lines, parse, prompt_ids, read_bytes
 from hybrid.training.batches import decode_in_order
 from hybrid.training.config import Positive
 from hybrid.training.prompts import Prompt, Prompts, prompt_key
-from hybrid.training.recipe import generator
+from hybrid.training.recipe import stream
 from hybrid.types import SequenceState
 
 Report = Callable[[int, int, int], None]
@@ -261,8 +261,8 @@ def _requests(
     encoded: Sequence[list[int]], config: GenerateConfig, first: int
 ) -> Iterator[SequenceState]:
     for place, ids in enumerate(encoded, start=first):
-        random = generator(config.seed, 0, place)
-        yield SequenceState(0, list(ids), len(ids), config.sampling, random)
+        numbers = stream(config.seed, 0, place)
+        yield SequenceState(0, list(ids), len(ids), config.sampling, numbers)
 
 
 def _line(prompt: Prompt, state: SequenceState) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hybrid.streams import RandomStream
 from hybrid.training.config import TrainConfig
 
 
@@ -53,6 +54,11 @@ class Recipe(Protocol):
 def generator(seed: int, step: int, index: int) -> torch.Generator:
     """Return the random numbers of one micro-batch, a CPU generator."""
     return torch.Generator().manual_seed((seed * 1_000_003 + step) * 4_099 + index)
+
+
+def stream(seed: int, step: int, index: int) -> RandomStream:
+    """Return the random numbers of one request, for a recipe or a command that decodes."""
+    return RandomStream(generator(seed, step, index).initial_seed() % 2**63)
 
 
 Scalars = Mapping[str, Tensor]

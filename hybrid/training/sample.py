@@ -19,7 +19,7 @@ from hybrid.params import SamplingParams
 from hybrid.training.batches import decode_in_order
 from hybrid.training.config import Positive
 from hybrid.training.generate import Load, Report, only_run_to
-from hybrid.training.recipe import generator
+from hybrid.training.recipe import stream
 from hybrid.training.turns import UserTurn, user_turn
 from hybrid.types import SequenceState
 
@@ -144,7 +144,7 @@ def _decode(
         )
     most = _TRIES_PER_PROMPT * config.num_prompts
     requests = (
-        SequenceState(0, list(starts[s]), len(starts[s]), params, generator(config.seed, 1, place))
+        SequenceState(0, list(starts[s]), len(starts[s]), params, stream(config.seed, 1, place))
         for place, s in enumerate(islice(cycle(config.starts), most))
     )
     batch = min(config.batch, most)

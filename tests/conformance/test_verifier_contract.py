@@ -11,6 +11,7 @@ from hybrid import registry
 from hybrid.errors import ConfigError, ProposalError
 from hybrid.params import SamplingParams
 from hybrid.protocols import Verifier
+from hybrid.streams import RandomStream
 from hybrid.types import Proposal, Verdict
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
@@ -21,7 +22,7 @@ def can_sample(name: str) -> bool:
     proposal = Proposal(torch.zeros(1, 0, dtype=torch.long), (0,))
     try:
         registry.load("verifier", name)().verify(
-            torch.zeros(1, 1, VOCAB), proposal, [SAMPLED], [torch.Generator()]
+            torch.zeros(1, 1, VOCAB), proposal, [SAMPLED], [RandomStream(0)]
         )
     except ConfigError:
         return False
@@ -59,11 +60,11 @@ class Batch:
         proposal = Proposal(
             self.tokens[rows, :width], tuple(self.num_tokens[r] for r in rows), draft
         )
-        generators = [torch.Generator().manual_seed(seed + r) for r in rows]
+        streams = [RandomStream(seed + r) for r in rows]
         verdict = verifier.verify(
-            self.logits[rows, : width + 1], proposal, [params] * len(rows), generators
+            self.logits[rows, : width + 1], proposal, [params] * len(rows), streams
         )
-        return verdict, generators
+        return verdict, streams
 
 
 def batches():
@@ -104,12 +105,12 @@ def test_verdict_is_in_range_and_possible(name, params):
 def test_a_row_does_not_depend_on_the_batch(name, params):
     verifier = registry.load("verifier", name)()
     for batch in batches():
-        together, generators = batch.verify(verifier, params)
+        together, streams = batch.verify(verifier, params)
         for b, num_tokens in enumerate(batch.num_tokens):
-            alone, (generator,) = batch.verify(verifier, params, rows=[b], width=num_tokens)
+            alone, (stream,) = batch.verify(verifier, params, rows=[b], width=num_tokens)
             assert alone.num_accepted[0] == together.num_accepted[b]
             assert alone.next_token[0] == together.next_token[b]
-            assert torch.equal(generator.get_state(), generators[b].get_state())
+            assert stream.offset == streams[b].offset
         reverse, _ = batch.verify(verifier, params, rows=[3, 2, 1, 0])
         assert reverse.num_accepted == together.num_accepted[::-1]
         assert reverse.next_token == together.next_token[::-1]
@@ -149,9 +150,9 @@ def test_draws_do_not_depend_on_the_outcome(name, params):
     outcomes = set()
     for seed in range(8):
         batch = Batch(seed, with_probs=False)
-        verdict, generators = batch.verify(verifier, params)
+        verdict, streams = batch.verify(verifier, params)
         outcomes.add(verdict.num_accepted)
-        states.add(bytes(generators[0].get_state().tolist()))
+        states.add(streams[0].offset)
     assert len(outcomes) > 1
     assert len(states) == 1
 
@@ -177,8 +178,8 @@ def test_greedy_and_sampled_rows_share_a_batch(name):
     verifier = registry.load("verifier", name)()
     batch = Batch(5, with_probs=True)
     proposal = Proposal(batch.tokens, batch.num_tokens, batch.draft_probs)
-    generators = [torch.Generator().manual_seed(100 + b) for b in range(4)]
-    mixed = verifier.verify(batch.logits, proposal, [GREEDY, SAMPLED, SAMPLED, GREEDY], generators)
+    streams = [RandomStream(100 + b) for b in range(4)]
+    mixed = verifier.verify(batch.logits, proposal, [GREEDY, SAMPLED, SAMPLED, GREEDY], streams)
     greedy, sampled = (batch.verify(verifier, params)[0] for params in (GREEDY, SAMPLED))
     for b, source in enumerate((greedy, sampled, sampled, greedy)):
         assert mixed.num_accepted[b] == source.num_accepted[b]

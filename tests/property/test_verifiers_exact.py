@@ -13,13 +13,15 @@ import itertools
 import math
 import random
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 from hybrid.types import Proposal
-from hybrid.verifiers import block, rejection
 from hybrid.verifiers.block import BlockVerifier, accept_by_block
 from hybrid.verifiers.rejection import RejectionVerifier, accept_by_token
 
@@ -250,14 +252,12 @@ def test_the_method_detects_a_wrong_rule():
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_verify_end_to_end_by_scripted_uniforms(name, monkeypatch):
+def test_verify_end_to_end_by_scripted_uniforms(name):
     """`verify` itself, float32 logits and the draw of the next token included, is exact."""
     instance = Instance(6, 3, 2, "zeros")
     script: list[float] = []
-    monkeypatch.setattr(rejection, "uniform", lambda _: script.pop(0))
-    assert "uniform" not in vars(block), "block verification must draw through verify_rows"
     verifier, sampled = VERIFIERS[name](), [SamplingParams(temperature=1.0)]
-    generators = [torch.Generator()]
+    streams: Any = [SimpleNamespace(uniform=lambda: script.pop(0))]
     law: dict[Context, float] = defaultdict(float)
     for tokens, (chance, draft) in drawn_proposals(instance).items():
         logits = instance.rows(instance.target, tokens, 3).log().float()[None]
@@ -265,7 +265,7 @@ def test_verify_end_to_end_by_scripted_uniforms(name, monkeypatch):
 
         def outcome(us, logits=logits, proposal=proposal, last=0.5):
             script[:] = [*us, last]
-            verdict = verifier.verify(logits, proposal, sampled, generators)
+            verdict = verifier.verify(logits, proposal, sampled, streams)
             assert not script, "a row of n drafted tokens draws n + 1 numbers"
             return verdict.num_accepted[0], verdict.next_token[0]
 
@@ -288,10 +288,9 @@ def test_monte_carlo(name):
     9 streams, 8 degrees of freedom: P(chi-square > 42.7) = 1e-6 for a correct verifier.
     """
     instance = Instance(7, 3, 1, "dense")
-    generator = torch.Generator().manual_seed(11)
     rng = random.Random(12)
     batch, num_batches = 100, 200
-    generators = [generator] * batch
+    streams = [RandomStream(11)] * batch
     sampled = [SamplingParams(temperature=1.0)] * batch
     counts: dict[Context, int] = defaultdict(int)
     verifier = VERIFIERS[name]()
@@ -300,7 +299,7 @@ def test_monte_carlo(name):
         logits = torch.stack([instance.rows(instance.target, (t,), 2).log() for t in drafted])
         draft = torch.tensor(instance.draft[()]).expand(batch, 1, 3)
         proposal = Proposal(torch.tensor(drafted)[:, None], (1,) * batch, draft)
-        verdict = verifier.verify(logits.float(), proposal, sampled, generators)
+        verdict = verifier.verify(logits.float(), proposal, sampled, streams)
         for t, n, following in zip(drafted, verdict.num_accepted, verdict.next_token, strict=True):
             stream = (t, following) if n else (following,)
             while len(stream) < 2:

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
 from hybrid import __version__
-from hybrid.files import replacing, write_json
+from hybrid.files import replacing
 from hybrid.models.dflash import DFlashModel
-from hybrid.models.dflash_files import dflash_config
+from hybrid.models.dflash_files import save_dflash
 from hybrid.models.store import public_name
 from hybrid.training.checkpoint import last_evaluation
 from hybrid.training.dflash.config import DFlashConfig
@@ -51,24 +50,6 @@ Share of drafts that equal {base}'s own tokens up to each position. Expected acc
 {config}
 ```
 """
-
-
-def save_dflash(folder: Path, model: DFlashModel, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors; each appears whole or not at all.
-
-    Args:
-        folder: created if need be.
-        model: the drafter.
-        dtype: of the tensors on disk.
-
-    Raises:
-        CheckpointError: a file cannot be written.
-    """
-    tensors = {n: t.detach().to("cpu", dtype).contiguous() for n, t in model.state_dict().items()}
-    with replacing(folder / "model.safetensors") as part:
-        # Not save_file: its files are readable by their owner alone.
-        part.write_bytes(save(tensors, metadata={"format": "pt"}))
-    write_json(folder / "config.json", dflash_config(model.spec, dtype))
 
 
 def export_dflash(folder: Path, config: DFlashConfig, model: DFlashModel, sha256: str) -> None:

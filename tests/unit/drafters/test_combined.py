@@ -16,6 +16,7 @@ from hybrid.drafters.combined import COPY_PRIORS, DIFFUSION_PRIOR, Belief, Combi
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
 from hybrid.protocols import DraftState
+from hybrid.streams import RandomStream
 from hybrid.types import Mode, Plan, Proposal, RowStep, SequenceState, Source, StepRecord
 
 VOCAB, WIDTH = 64, 3
@@ -40,7 +41,7 @@ class ScriptedDiffusion:
             laws[:, :, SLOT] = 1 / 3
             laws[:, :, SLOT + 1] = 2 / 3
             for row in rows:
-                torch.rand(count, generator=row.generator)
+                torch.tensor([row.stream.uniform() for _ in range(count)])
         tokens = torch.full((len(rows), count), SLOT)
         return Proposal(tokens, (count,) * len(rows), laws, num_forwards=1, num_drafting=len(rows))
 
@@ -60,7 +61,7 @@ def make(device="cpu", entry_layer=20, num_passes=1):
 def rows_of(*texts, temperature=0.0, first=0):
     params = SamplingParams(temperature=temperature)
     return [
-        SequenceState(first + i, list(text), len(text), params, torch.Generator().manual_seed(i))
+        SequenceState(first + i, list(text), len(text), params, RandomStream(i))
         for i, text in enumerate(texts)
     ]
 
@@ -310,7 +311,7 @@ def test_a_sampled_row_proposes_the_same_whatever_else_runs_and_however_long_it_
     for index, text in enumerate(texts):
         alone = rows_of(text, temperature=1.0, first=index)
         for row in alone:
-            row.generator.manual_seed(index)
+            row.stream = RandomStream(index)
         assert history(make(), alone, seed, draft_seconds=9.0)[index] == together[index]
 
 

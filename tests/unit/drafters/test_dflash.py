@@ -28,13 +28,13 @@ from hybrid.decode.loop import prefill, run
 from hybrid.decode.reference import reference_greedy
 from hybrid.drafters.dflash import DFlashDrafter
 from hybrid.errors import ConfigError
+from hybrid.models.dflash_files import save_dflash
 from hybrid.models.hf import HFBackbone
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.params import SamplingParams
 from hybrid.protocols import ContextDrafter, DraftState
 from hybrid.router.fixed import FixedRouter
 from hybrid.sampling import process_logits
-from hybrid.training.dflash.export import save_dflash
 from hybrid.types import Mode, Plan
 
 NEW = 14

@@ -11,13 +11,14 @@ from hybrid.drafters.ngram import NgramDrafter
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
 from hybrid.protocols import Drafter, DraftState
+from hybrid.streams import RandomStream
 from hybrid.types import Mode, Plan, SequenceState
 
 
 def state(*rows):
     return DraftState(
         [
-            SequenceState(i, list(tokens), 1, SamplingParams(), torch.Generator())
+            SequenceState(i, list(tokens), 1, SamplingParams(), RandomStream(0))
             for i, tokens in enumerate(rows)
         ],
         cache=None,

@@ -18,6 +18,7 @@ from hybrid.models.draft_input import MASKED, reveal_sure
 from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
 from hybrid.protocols import DraftState
+from hybrid.streams import RandomStream
 from hybrid.types import Mode, Plan, Proposal
 
 MASK, BLOCK = 9, 7
@@ -174,7 +175,7 @@ def test_tokens_of_earlier_passes_are_certain_and_the_rest_is_drawn() -> None:
     row, laws, drafts = state.rows[0], [], []
     row.tokens[-1] = 5  # with this anchor two passes fill three slots, the last one the others
     for seed in range(20):
-        row.generator.manual_seed(seed)
+        row.stream = RandomStream(seed)
         proposal = propose(drafter, state)
         assert proposal.draft_probs is not None
         laws.append(proposal.draft_probs[0])

@@ -15,6 +15,7 @@ from hybrid.models.transformer import NativeBackbone
 from hybrid.params import SamplingParams
 from hybrid.protocols import DraftState
 from hybrid.sampling import process_logits
+from hybrid.streams import RandomStream
 from hybrid.types import Mode, Plan, Proposal
 
 K, SEED = 7, 17  # an adapter that drafts several different tokens
@@ -102,7 +103,7 @@ def test_tokens_are_drawn_from_the_law_that_is_reported(fields: dict[str, Any]) 
     row, num_draws = state.rows[0], 1000
     counts = torch.zeros(64)
     for seed in range(num_draws):
-        row.generator.manual_seed(seed)
+        row.stream = RandomStream(seed)
         proposal = propose(drafter, state, count=1)
         counts[proposal.tokens[0, 0]] += 1
     assert proposal.draft_probs is not None

@@ -21,7 +21,8 @@ from transformers import (
 from hybrid import sampling
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
-from hybrid.sampling import inverse_cdf, probs, process_logits, sample, token_logprobs, uniform
+from hybrid.sampling import inverse_cdf, probs, process_logits, sample, token_logprobs, uniforms
+from hybrid.streams import RandomStream
 
 INF = math.inf
 
@@ -255,15 +256,14 @@ def test_invariants(request):
             assert num_kept == 1 or p[: num_kept - 1].sum() < params.top_p + 1e-6
 
 
-def test_uniform_is_the_generators_float64_stream():
-    generator = torch.Generator().manual_seed(5)
-    draws = [uniform(generator) for _ in range(4000)]
-    assert draws == torch.rand(
-        4000, generator=torch.Generator().manual_seed(5), dtype=torch.float64
-    ).tolist()  # fmt: skip
-    assert all(0 <= u < 1 for u in draws)
-    assert abs(sum(draws) / 4000 - 0.5) < 0.03  # 6.5 standard errors
-    assert (draws[0] * 2**53).is_integer()
+def test_uniforms_are_the_next_of_each_stream():
+    streams, twins = ([RandomStream(5), RandomStream(6, 100)] for _ in range(2))
+    for counts in ([3, 1], [0, 2]):
+        drawn = uniforms(streams, counts, 3, torch.device("cpu"))
+        assert drawn.shape == (2, 3)
+        for twin, own, count in zip(twins, drawn.tolist(), counts, strict=True):
+            assert own[:count] == [twin.uniform() for _ in range(count)]
+    assert [s.offset for s in streams] == [t.offset for t in twins] == [3, 103]
 
 
 def test_inverse_cdf_gives_each_token_its_share():
@@ -300,16 +300,16 @@ def test_nan_logits_raise_instead_of_sampling():
     logits = torch.tensor([[0.0, math.nan, 1.0]])
     out = process_logits(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.9), [], 0)
     with pytest.raises(ConfigError, match="NaN"):
-        sample(probs(out)[0], torch.Generator())
+        sample(probs(out)[0], RandomStream(0))
 
 
 def test_sample_uses_one_draw_and_no_global_state():
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    generator, twin_generator = (torch.Generator().manual_seed(9) for _ in range(2))
+    stream, twin = RandomStream(9), RandomStream(9)
     distribution = torch.tensor([0.1, 0.2, 0.3, 0.4])
     for _ in range(20):
-        assert sample(distribution, generator) == inverse_cdf(distribution, uniform(twin_generator))
+        assert sample(distribution, stream) == inverse_cdf(distribution, twin.uniform())
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -333,3 +333,17 @@ def test_token_logprobs_ties_and_limits():
     assert token_logprobs(torch.zeros(2, 3), [0, 1], 0)[1] == ({}, {})
     assert list(token_logprobs(torch.zeros(1, 3), [0], 100)[1][0]) == [0, 1, 2]
     assert token_logprobs(torch.zeros(0, 3), [], 2) == ((), ())
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_later_rows_alone_are_those_of_the_whole(first):
+    params = SamplingParams(
+        temperature=0.7, repetition_penalty=1.4, frequency_penalty=0.5, min_new_tokens=5
+    )
+    logits, drafted = random_logits(4, 9, seed=2), [3, 3, 8]
+    whole = process_logits(logits, params, [1, 3, 4], 1, drafted, (0,))
+    later = process_logits(
+        logits[first:], params, [1, 3, 4], 1, torch.tensor(drafted), (0,), first=first
+    )
+    assert torch.equal(later, whole[first:])
+    assert later[0, 0] == -INF

@@ -9,11 +9,12 @@ import torch
 
 from hybrid.errors import ProposalError
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 from hybrid.types import GenerationResult, Proposal, SequenceState, Source, Stats
 
 
 def test_a_row_derives_its_numbers_from_its_tokens():
-    row = SequenceState(0, [4, 5, 6], 2, SamplingParams(), torch.Generator())
+    row = SequenceState(0, [4, 5, 6], 2, SamplingParams(), RandomStream(0))
     assert (row.anchor, row.cached_len, row.num_new_tokens) == (6, 2, 1)
 
 

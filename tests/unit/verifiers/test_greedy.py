@@ -9,6 +9,7 @@ import torch
 
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 from hybrid.types import Proposal, Verdict
 from hybrid.verifiers.greedy import GreedyVerifier
 
@@ -18,7 +19,7 @@ GREEDY = SamplingParams()
 def verify(logits, tokens, num_tokens):
     proposal = Proposal(torch.tensor(tokens).reshape(len(num_tokens), -1), num_tokens)
     batch = len(num_tokens)
-    return GreedyVerifier().verify(logits, proposal, [GREEDY] * batch, [torch.Generator()] * batch)
+    return GreedyVerifier().verify(logits, proposal, [GREEDY] * batch, [RandomStream(0)] * batch)
 
 
 def test_every_proposal_of_a_small_vocabulary():
@@ -84,4 +85,4 @@ def test_a_sampled_row_is_refused():
     proposal = Proposal(torch.zeros(2, 0, dtype=torch.long), (0, 0))
     sampling = [GREEDY, SamplingParams(temperature=0.5)]
     with pytest.raises(ConfigError, match=r"temperature 0\.5, expected 0.*'rejection'"):
-        GreedyVerifier().verify(torch.zeros(2, 1, 3), proposal, sampling, [torch.Generator()] * 2)
+        GreedyVerifier().verify(torch.zeros(2, 1, 3), proposal, sampling, [RandomStream(0)] * 2)

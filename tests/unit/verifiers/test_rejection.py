@@ -9,7 +9,8 @@ import torch
 
 from hybrid.errors import ConfigError, ProposalError
 from hybrid.params import SamplingParams
-from hybrid.sampling import inverse_cdf, uniform
+from hybrid.sampling import inverse_cdf
+from hybrid.streams import RandomStream
 from hybrid.types import Proposal, Verdict
 from hybrid.verifiers.block import BlockVerifier
 from hybrid.verifiers.rejection import (
@@ -55,14 +56,14 @@ def test_a_residual_lost_to_rounding_falls_back_to_the_target():
 
     logits = torch.tensor([[[0.0, 0.0, 0.0], [-INF, 0.0, -INF]]])
     proposal = Proposal(torch.tensor([[0]]), (1,))
-    verdict = verify_rows(rule, logits, proposal, [SAMPLED], [torch.Generator()])
+    verdict = verify_rows(rule, logits, proposal, [SAMPLED], [RandomStream(0)])
     assert verdict == Verdict((1,), (1,))
 
 
 def test_draft_probs_that_exclude_their_token_raise():
     proposal = Proposal(torch.tensor([[0, 1]]), (2,), torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
     with pytest.raises(ProposalError, match="token 1 at draft position 1"):
-        RejectionVerifier().verify(torch.zeros(1, 3, 2), proposal, [SAMPLED], [torch.Generator()])
+        RejectionVerifier().verify(torch.zeros(1, 3, 2), proposal, [SAMPLED], [RandomStream(0)])
 
 
 def test_nan_in_draft_probs_raises():
@@ -78,7 +79,7 @@ def test_nan_logits_raise(row, verifier):
     logits[0, row, 1] = math.nan
     proposal = Proposal(torch.tensor([[0]]), (1,))
     with pytest.raises(ConfigError, match="NaN"):
-        verifier.verify(logits, proposal, [SAMPLED], [torch.Generator()])
+        verifier.verify(logits, proposal, [SAMPLED], [RandomStream(0)])
 
 
 def test_float32_draft_rows_count_as_normalised():
@@ -91,7 +92,7 @@ def test_float32_draft_rows_count_as_normalised():
                 logits,
                 Proposal(torch.tensor([[3]]), (1,), scale * row),
                 [SAMPLED],
-                [torch.Generator().manual_seed(seed)],
+                [RandomStream(seed)],
             )
             for scale in (1, 2)
         ]
@@ -102,9 +103,9 @@ def test_no_draft_is_one_ordinary_sample():
     logits = torch.randn(1, 1, 6, generator=torch.Generator().manual_seed(0))
     proposal = Proposal(torch.zeros(1, 0, dtype=torch.long), (0,))
     for seed in range(20):
-        generator, twin = (torch.Generator().manual_seed(seed) for _ in range(2))
-        verdict = RejectionVerifier().verify(logits, proposal, [SAMPLED], [generator])
-        wanted = inverse_cdf(logits[0, 0].double().softmax(0), uniform(twin))
+        stream, twin = RandomStream(seed), RandomStream(seed)
+        verdict = RejectionVerifier().verify(logits, proposal, [SAMPLED], [stream])
+        wanted = inverse_cdf(logits[0, 0].double().softmax(0), twin.uniform())
         assert verdict == Verdict((0,), (wanted,))
 
 

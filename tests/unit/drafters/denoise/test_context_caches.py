@@ -19,6 +19,7 @@ from hybrid.drafters.denoise.cached_presets import DLLMCache, EntropyCache, Free
 from hybrid.drafters.denoise.caches import EntropyRefresh, FeatureReuse, FrozenBlocks
 from hybrid.drafters.denoise.presets import FastDLLM, LLaDA
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 from hybrid.types import Write
 
 PROMPTS = [[1, 2, 7, 5], [4], [9, MASK, 3, 3, 8, 1]]
@@ -37,7 +38,7 @@ def said(positions: Sequence[int], *probabilities: float) -> Slots:
         torch.tensor([[p, 1 - p] for p in probabilities]).log(),
         torch.tensor(positions),
         sampling=SamplingParams(temperature=0),
-        generator=torch.Generator(),
+        stream=RandomStream(0),
     )
 
 

@@ -15,6 +15,7 @@ from hybrid.drafters.denoise.caches import NoCache
 from hybrid.drafters.denoise.cycles import Cycles
 from hybrid.drafters.denoise.presets import SlowFast
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 
 
 def cycles(new: int, size: int, *, slow: int, window: int, deviation: float = 1.0) -> Cycles:
@@ -48,7 +49,7 @@ def play(rule: Cycles, canvas: Canvas, confidences: dict[int, float]) -> tuple[B
         masked=canvas.masked[plan.targets],
         current=canvas.tokens[plan.targets],
         sampling=SamplingParams(temperature=0),
-        generator=torch.Generator(),
+        stream=RandomStream(0),
         raw_confidence=True,
     )
     index = rule.choose(said, [block])

@@ -17,6 +17,7 @@ from hybrid.drafters.denoise.multi_block import MultiBlock, SurestAlways
 from hybrid.drafters.denoise.presets import D3LLM
 from hybrid.drafters.denoise.rules import Unmask
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 
 
 def fill(canvas: Canvas, *positions: int, token: int = 1) -> None:
@@ -93,7 +94,7 @@ def slots(*probabilities: float) -> Slots:
         masked=torch.ones(size, dtype=torch.bool),
         current=torch.zeros(size, dtype=torch.long),
         sampling=SamplingParams(temperature=0),
-        generator=torch.Generator(),
+        stream=RandomStream(0),
     )
 
 

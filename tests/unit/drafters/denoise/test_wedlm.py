@@ -17,6 +17,7 @@ from hybrid.decode.slots import Slots
 from hybrid.drafters.denoise.wedlm import KnownFirst, SlidingWindow, WeDLM
 from hybrid.errors import ConfigError
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 
 PROMPTS = random_prompts(9, 1, 4, 13, vocab_size=20, seed=2)
 
@@ -178,7 +179,7 @@ def test_scores_by_hand(threshold: float, penalty: float, chosen: list[int]) -> 
         masked=torch.ones(4, dtype=torch.bool),
         current=torch.full((4,), MASK),
         sampling=SamplingParams(),
-        generator=torch.Generator(),
+        stream=RandomStream(0),
     )
     slots.__dict__["entropy"] = torch.tensor([0.25, 0.75, 1.0, 0.5])
     preset = WeDLM(entropy_threshold=threshold, position_penalty=penalty)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from hybrid.decode.canvases import decode_canvases
 from hybrid.decode.stopping import StopRule
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 from hybrid.types import Mode, SequenceState, StepRecord
 
 
@@ -49,7 +49,7 @@ def run(
     params = SamplingParams(**fields)
     rows = []
     for i, prompt in enumerate(prompts):
-        stream = torch.Generator().manual_seed(70 + i)
+        stream = RandomStream(70 + i)
         state = SequenceState(i, list(prompt), len(prompt), params, stream)
         rows.append((state, StopRule(params, eos)))
     return [state for state, _ in rows], list(decode_canvases(model, rows, "settings"))
@@ -84,7 +84,7 @@ def test_rows_end_by_themselves_and_take_turns() -> None:
 
 def test_closing_early_closes_the_model_too() -> None:
     model, params = Counting(), SamplingParams(max_new_tokens=50)
-    state = SequenceState(0, [3], 1, params, torch.Generator())
+    state = SequenceState(0, [3], 1, params, RandomStream(0))
     steps = decode_canvases(model, [(state, StopRule(params, ()))], "settings")
     next(steps)
     steps.close()

@@ -16,6 +16,7 @@ from hybrid.decode.loop import prefill, run
 from hybrid.decode.step import decode_step
 from hybrid.params import SamplingParams
 from hybrid.router.fixed import FixedRouter
+from hybrid.streams import RandomStream
 from hybrid.types import Mode, Plan, Route, SequenceState
 
 LONG = SamplingParams(max_new_tokens=30)
@@ -33,7 +34,7 @@ def kept(points, num_accepted, *, old=None, finish_reason=None, is_uniform=False
 
     Group j's slots are numbered 100 j + 1, ...
     """
-    row = SequenceState(3, [0] * (11 + num_accepted + 1), 5, LONG, torch.Generator())
+    row = SequenceState(3, [0] * (11 + num_accepted + 1), 5, LONG, RandomStream(0))
     row.finish_reason = finish_reason
     engine = SimpleNamespace(rows=[row], slots={} if old is None else {3: old})
     carried = SimpleNamespace(group_size=SIZE, first_drafting=1 - is_uniform) if carries else None

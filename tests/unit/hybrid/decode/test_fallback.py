@@ -21,6 +21,7 @@ from fakes import (
 )
 
 from hybrid.decode.fallback import DrafterWarning
+from hybrid.streams import RandomStream
 from hybrid.types import Proposal
 
 VOCAB = 16
@@ -191,7 +192,7 @@ def test_a_sound_proposal_passes_unchanged_but_for_its_padding():
     from hybrid.types import SequenceState
 
     rows = [
-        SequenceState(b, [1], 1, SamplingParams(max_new_tokens=n), torch.Generator())
+        SequenceState(b, [1], 1, SamplingParams(max_new_tokens=n), RandomStream(0))
         for b, n in enumerate((9, 2))
     ]
     given = Proposal(

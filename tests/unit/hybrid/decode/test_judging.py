@@ -11,6 +11,7 @@ import torch
 from hybrid import registry
 from hybrid.decode.judging import judge_draft
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 from hybrid.types import Proposal, Route, SequenceState
 
 B, K, V = 4, 3, 4
@@ -19,7 +20,7 @@ COUNTS, UNVERIFIED = (3, 2, 3, 0), (1, 2, 0, 0)
 
 def engine_of(params, verifier="rejection", *, wants_features=False, num_rows=B, seed=0):
     rows = [
-        SequenceState(b, [1, 2, b], 1, own, torch.Generator().manual_seed(B * seed + b))
+        SequenceState(b, [1, 2, b], 1, own, RandomStream(B * seed + b))
         for b, own in zip(range(num_rows), params, strict=False)
     ]
     return SimpleNamespace(
@@ -28,6 +29,10 @@ def engine_of(params, verifier="rejection", *, wants_features=False, num_rows=B,
         verifier=registry.load("verifier", verifier)(),
         backbone=SimpleNamespace(eos_token_ids=()),
     )
+
+
+def judge(engine, logits, proposal, routes):
+    return judge_draft(engine, logits, proposal, proposal, routes)
 
 
 def random_case(seed, *, has_laws):
@@ -51,7 +56,7 @@ def test_what_follows_is_verified_as_in_the_state_behind(verifier, temperature, 
         logits, proposal = random_case(seed, has_laws=has_laws)
         engine = engine_of(params, verifier, seed=seed)
         routes = [Route(n, u) for n, u in zip(COUNTS, UNVERIFIED, strict=True)]
-        verdict = judge_draft(engine, logits, proposal, routes).verdict
+        verdict = judge(engine, logits, proposal, routes).verdict
         for b, (n, u) in enumerate(zip(COUNTS, UNVERIFIED, strict=True)):
             twin = engine_of(params, verifier, seed=seed).rows[b]
             own = logits[b : b + 1]
@@ -60,12 +65,12 @@ def test_what_follows_is_verified_as_in_the_state_behind(verifier, temperature, 
             laws = None if proposal.draft_probs is None else proposal.draft_probs[b : b + 1, u:n]
             rest = Proposal(proposal.tokens[b : b + 1, u:n], (n - u,), laws)
             expected = engine.verifier.verify(
-                own[:, u : n + 1], rest, [twin.sampling], [twin.generator]
+                own[:, u : n + 1], rest, [twin.sampling], [twin.stream]
             )
             assert verdict.num_accepted[b] == u + expected.num_accepted[0]
             assert verdict.next_token[b] == expected.next_token[0]
-            ours = engine.rows[b].generator.get_state()
-            assert torch.equal(ours, twin.generator.get_state()), "draws for what it did not judge"
+            ours = engine.rows[b].stream.offset
+            assert ours == twin.stream.offset, "draws for what it did not judge"
             accepted_more += expected.num_accepted[0]
     assert accepted_more > 5
 
@@ -77,7 +82,7 @@ def test_greedy_disagreement_is_another_argmax():
     tokens = torch.tensor([[2, 5, 1]] * B)
     routes = [Route(3, u) for u in (0, 1, 2, 3)]
     engine = engine_of([SamplingParams()] * B)
-    judged = judge_draft(engine, logits, Proposal(tokens, (3,) * B), routes)
+    judged = judge(engine, logits, Proposal(tokens, (3,) * B), routes)
     assert judged.disagreements == ((), (0.0,), (0.0, 1.0), (0.0, 1.0, 0.0))
     # Row 0: verified, rejected at the second. Row 1: so it is. Rows 2, 3: that one is committed.
     assert judged.verdict.num_accepted == (1, 1, 3, 3)
@@ -91,21 +96,21 @@ def test_sampled_disagreement_is_the_probability_of_a_rejection():
     tokens = torch.tensor([[1, 1]])
     params = [SamplingParams(temperature=1.0)]
 
-    def judge(laws, **fields):
+    def doubts(laws, **fields):
         engine = engine_of([params[0].replace(**fields)], num_rows=1)
         proposal = Proposal(tokens, (2,), laws)
-        return judge_draft(engine, p.log()[None], proposal, [Route(2, 2)]).disagreements[0]
+        return judge(engine, p.log()[None], proposal, [Route(2, 2)]).disagreements[0]
 
-    assert judge(q[None]) == pytest.approx((1 - 0.3 / 0.5, 1 - 0.1 / 0.6), abs=1e-6)
+    assert doubts(q[None]) == pytest.approx((1 - 0.3 / 0.5, 1 - 0.1 / 0.6), abs=1e-6)
     # Laws count after they are normalised, as in verification.
-    assert judge(1.01 * q[None]) == pytest.approx((1 - 0.3 / 0.5, 1 - 0.1 / 0.6), abs=1e-6)
-    assert judge(None) == pytest.approx((0.7, 0.9), abs=1e-6)
+    assert doubts(1.01 * q[None]) == pytest.approx((1 - 0.3 / 0.5, 1 - 0.1 / 0.6), abs=1e-6)
+    assert doubts(None) == pytest.approx((0.7, 0.9), abs=1e-6)
     # Temperature 1/2 squares: 0.09 / 0.38 and 0.01 / 0.66. Top-k 1 keeps another token.
     squared = (1 - 0.09 / 0.38 / 0.5, 1 - 0.01 / 0.66 / 0.6)
-    assert judge(q[None], temperature=0.5) == pytest.approx(squared, abs=1e-6)
-    assert judge(q[None], top_k=1) == (1.0, 1.0)
+    assert doubts(q[None], temperature=0.5) == pytest.approx(squared, abs=1e-6)
+    assert doubts(q[None], top_k=1) == (1.0, 1.0)
     rarer = torch.tensor([[[0.8, 0.1, 0.1], [0.3, 0.1, 0.6]]])
-    assert judge(rarer) == (0.0, pytest.approx(0.0, abs=1e-6))
+    assert doubts(rarer) == (0.0, pytest.approx(0.0, abs=1e-6))
 
 
 def test_the_entropy_is_that_of_the_law_behind_the_next_token():
@@ -114,7 +119,7 @@ def test_the_entropy_is_that_of_the_law_behind_the_next_token():
     tokens = torch.tensor([[0, 0], [0, 1]])
     params = [SamplingParams(), SamplingParams()]
     engine = engine_of(params, wants_features=True, num_rows=2)
-    judged = judge_draft(engine, logits, Proposal(tokens, (2, 2)), [Route(2), Route(2)])
+    judged = judge(engine, logits, Proposal(tokens, (2, 2)), [Route(2), Route(2)])
     assert judged.verdict.num_accepted == (2, 1)
 
     def entropy(best):
@@ -123,8 +128,8 @@ def test_the_entropy_is_that_of_the_law_behind_the_next_token():
 
     assert judged.next_entropy == pytest.approx((entropy(9.0), entropy(5.0)), abs=1e-5)
     engine = engine_of([SamplingParams(temperature=1.0, top_k=1)], wants_features=True, num_rows=1)
-    judged = judge_draft(engine, logits[:1], Proposal(tokens[:1], (2,)), [Route(2)])
+    judged = judge(engine, logits[:1], Proposal(tokens[:1], (2,)), [Route(2)])
     assert judged.next_entropy == (0.0,), "after the transforms one token is left"
     engine = engine_of(params, num_rows=2)
-    judged = judge_draft(engine, logits, Proposal(tokens, (2, 2)), [Route(2), Route(2)])
+    judged = judge(engine, logits, Proposal(tokens, (2, 2)), [Route(2), Route(2)])
     assert judged.next_entropy == (None, None)

@@ -7,6 +7,7 @@ import torch
 
 from hybrid.decode.slots import Slots
 from hybrid.params import SamplingParams
+from hybrid.streams import RandomStream
 
 NONE = torch.finfo(torch.float32).min  # as the loop sets the mask token's
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, NONE], [3.0, 3.0, 0.0, NONE], [0.0, 0.0, 0.0, NONE]])
@@ -19,7 +20,7 @@ def make(logits=LOGITS, seed=0, raw=False, **sampling):
         masked=torch.ones(len(logits), dtype=torch.bool),
         current=torch.zeros(len(logits), dtype=torch.long),
         sampling=SamplingParams(**sampling),
-        generator=torch.Generator().manual_seed(seed),
+        stream=RandomStream(seed),
         raw_confidence=raw,
     )
 
