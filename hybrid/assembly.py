@@ -6,20 +6,26 @@ Next: hybrid/decoder.py.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from hybrid import registry
 from hybrid.config import Config
+from hybrid.decode.step import Engine
+from hybrid.decode.stopping import StopRule
 from hybrid.errors import ConfigError
-from hybrid.models.adapter import DiffusionAdapter
+from hybrid.memory import require_memory
+from hybrid.models.adapter import DiffusionAdapter, own_drafts
 from hybrid.params import SamplingParams
-from hybrid.protocols import Backbone, Drafter, Router, Verifier, can_carry
+from hybrid.protocols import Backbone, Cache, Drafter, Router, Verifier, can_carry
 from hybrid.router.config import RouterConfig
 from hybrid.router.cost import CostModel
 from hybrid.router.fixed import FixedRouter
 from hybrid.routing import Routing
-from hybrid.strategy import Hybrid, VerifiedPreset
-from hybrid.types import Context, Mode
+from hybrid.strategy import Hybrid, Strategy, VerifiedPreset
+from hybrid.types import Context, Mode, SequenceState
 
 _MODES = {"two-pass": Mode.SPECULATIVE, "fused": Mode.FUSED, "one-pass": Mode.ONE_PASS}
 
@@ -129,7 +135,7 @@ class Parts:
         if drafter == "self-diffusion":
             return make(
                 self._backbone,
-                self._adapter,
+                self._adapter or self._own_drafts,
                 block_size=block_size,
                 threshold=threshold,
                 stops_early=stops_early,
@@ -147,6 +153,11 @@ class Parts:
                 "dflash`)."
             )
         return make()
+
+    @cached_property
+    def _own_drafts(self) -> DiffusionAdapter:
+        """Of a model that fills masks by itself, made once: recorded passes are known by it."""
+        return own_drafts(self._backbone)
 
     def verifier(self, params: SamplingParams) -> Verifier:
         """Return the verifier of a request.
@@ -185,7 +196,7 @@ class Parts:
                 f"{self._model_name} keeps a state that cannot be rolled back: "
                 f"strategy {name!r} decodes token by token.",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
             return self.drafter("none"), FixedRouter(0)
         if settings.drafter == "none" or settings.num_draft_tokens == 0:
@@ -217,6 +228,39 @@ class Parts:
             self._require_carrying(drafter, name)
         return drafter, FixedRouter(count, mode)
 
+    def engine(
+        self,
+        chosen: Strategy,
+        params: SamplingParams,
+        rows: Sequence[SequenceState],
+        rules: Sequence[StopRule],
+    ) -> Engine:
+        """Return the engine of a call whose drafts the target verifies, its cache allocated.
+
+        Args:
+            chosen: a verified preset.
+            params: of all rows.
+            rows: not yet prefilled.
+            rules: when each row ends.
+
+        Raises:
+            ConfigError: the drafter or the verifier cannot do what is asked for.
+            CapacityError: the cache does not fit the memory.
+        """
+        settings = cast(VerifiedPreset, chosen.settings)
+        drafter, router = self.of_preset(chosen.name, settings, params, len(rows))
+        longest = max(len(row.tokens) for row in rows)
+        width = 1 + drafter.max_draft_tokens + router.max_points * (router.num_slots + 1)
+        return Engine(
+            self._backbone,
+            new_cache(self._backbone, len(rows), longest + params.max_new_tokens + width),
+            drafter,
+            self.verifier(params),
+            router,
+            rules={row.row: rule for row, rule in zip(rows, rules, strict=True)},
+            barred=self.barred(settings),
+        )
+
     def routed(self, settings: Config) -> tuple[RouterConfig, CostModel]:
         """Return the router's settings for those of preset "hybrid", and costs measured now.
 
@@ -245,6 +289,21 @@ class Parts:
                 f"{what}: got {count}, expected at most {most}, which is what drafter "
                 f"{drafter.name!r} can propose."
             )
+
+
+def new_cache(backbone: Backbone, batch: int, capacity: int) -> Cache:
+    """Allocate a cache.
+
+    Raises:
+        CapacityError: it does not fit the memory.
+    """
+    idle = getattr(backbone, "idle_nbytes", 0)  # of earlier caches, freed if need be
+    require_memory(
+        backbone.cache_nbytes(batch, capacity) - idle,
+        backbone.device,
+        f"The KV cache for {batch} x {capacity} tokens",
+    )
+    return backbone.new_cache(batch, capacity)
 
 
 def _usual_drafter(backbone: Backbone, adapter: DiffusionAdapter | None) -> str:

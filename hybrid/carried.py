@@ -5,7 +5,7 @@ Next: hybrid/decode/drafting.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,11 @@ class Carried:
         layer: first layer that they run; the target's tokens run all.
         adapter: gated low-rank adapter for the slots alone, or None.
         taps: layers below `layer` whose outputs `inputs` reads.
-        inputs: {layer: [B, T, C]} outputs of the target's tokens at `taps` -> [B, S, C]. It runs
-            within the target pass, so it must not fail.
+        inputs: (outputs of the target's tokens at `taps` {layer: [B, T, C]}, `tensors`) -> the
+            slots' hidden states [B, S, C]. It runs within the target pass, so it must not fail. It
+            reads nothing else that changes, and nothing back from the device: a GPU records it, and
+            replays the record for passes whose `inputs` are equal.
+        tensors: what it reads beside the taps, each [B, ...].
         position_ids: [B, S].
         pattern: S slots per row; a slot's prefix counts the cached tokens and the leading tokens of
             the target's T that its group takes for accepted.
@@ -38,7 +41,8 @@ class Carried:
     layer: int
     adapter: Any
     taps: tuple[int, ...]
-    inputs: Callable[[Mapping[int, Tensor]], Tensor]
+    inputs: Callable[[Mapping[int, Tensor], Sequence[Tensor]], Tensor]
+    tensors: tuple[Tensor, ...]
     position_ids: Tensor
     pattern: AttentionPattern
     group_size: int

@@ -93,6 +93,11 @@ def poison_enabled() -> bool:
     return os.environ.get("HYBRID_POISON", "") == "1"
 
 
+def cuda_graphs_enabled() -> bool:
+    """Return whether passes are recorded and replayed on a GPU (``HYBRID_CUDA_GRAPHS=0``: not)."""
+    return os.environ.get("HYBRID_CUDA_GRAPHS", "") != "0"
+
+
 def interprets_triton() -> bool:
     """Return whether Triton interprets its kernels on the CPU (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "yes", "on", "y"}
@@ -102,6 +107,11 @@ def is_offline() -> bool:
     """Return whether network access is forbidden (``HF_HUB_OFFLINE`` or ``HYBRID_OFFLINE``)."""
     names = ("HF_HUB_OFFLINE", "HYBRID_OFFLINE")
     return any(os.environ.get(n, "").lower() in {"1", "true", "yes", "on"} for n in names)
+
+
+def vllm_python() -> str | None:
+    """Return the Python that has vLLM (``HYBRID_VLLM_PYTHON``); None where nobody says."""
+    return os.environ.get("HYBRID_VLLM_PYTHON") or None
 
 
 def subprocess_environment(**changes: str) -> dict[str, str]:

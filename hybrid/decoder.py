@@ -9,20 +9,19 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from hybrid.assembly import Parts
+from hybrid.assembly import Parts, new_cache
 from hybrid.decode.canvases import CanvasModel, decode_canvases
 from hybrid.decode.denoise import DenoiseRow, denoise
 from hybrid.decode.policies import DenoisePreset
-from hybrid.decode.step import Engine
 from hybrid.errors import ConfigError
-from hybrid.memory import planned_bytes, require_memory
+from hybrid.memory import planned_bytes
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.models.fetch import Progress
 from hybrid.models.loading import DeviceMap, load_model
 from hybrid.models.tokenizer import Tokenizer
 from hybrid.params import SamplingParams
 from hybrid.prompts import is_batch
-from hybrid.protocols import Backbone, Cache, Drafter, Verifier
+from hybrid.protocols import Backbone, Drafter, Verifier
 from hybrid.request import Request, start_request
 from hybrid.router.config import RouterConfig
 from hybrid.router.cost import CostModel
@@ -114,8 +113,9 @@ class HybridDecoder:
             drafter: see the constructor.
             verifier: see the constructor.
             num_draft_tokens: see the constructor.
-            exact: on a CPU, make float32 logits bit-identical whatever shares the pass, as 4-bit
-                and bfloat16 ones are anyway; AR decoding in float32 gets slower.
+            exact: make a token's logits bit-identical whatever shares the pass, so that speculative
+                decoding writes what "ar" writes at temperature 0 (docs/exact.md). On a CPU 4-bit
+                and bfloat16 ones are so anyway, and AR decoding in float32 gets slower.
             progress: called with (what, done, total) while fetching and converting.
 
         Raises:
@@ -328,21 +328,9 @@ class HybridDecoder:
         record: Path | None,
     ) -> Steps:
         """Return the steps of drafts that the target verifies."""
-        settings = cast(VerifiedPreset, chosen.settings)
-        drafter, router = self._parts.of_preset(chosen.name, settings, params, len(requests))
-        longest = max(len(request.state.tokens) for request in requests)
-        width = 1 + drafter.max_draft_tokens + router.max_points * (router.num_slots + 1)
-        cache = self._cache(len(requests), longest + params.max_new_tokens + width)
-        engine = Engine(
-            self.backbone,
-            cache,
-            drafter,
-            self._parts.verifier(params),
-            router,
-            rules={request.state.row: request.rule for request in requests},
-            barred=self._parts.barred(settings),
-        )
         rows = [request.state for request in requests]
+        rules = [request.rule for request in requests]
+        engine = self._parts.engine(chosen, params, rows, rules)
         return self._parts.routing.run(engine, rows, chosen.name, record)
 
     def _denoise(
@@ -363,18 +351,9 @@ class HybridDecoder:
             ]
         except ConfigError as error:
             raise ConfigError(f"strategy {chosen.name!r}: {error}") from error
-        cache = self._cache(
-            rows[0].denoiser.copies * len(rows), max(len(row.canvas) for row in rows)
-        )
+        batch = rows[0].denoiser.copies * len(rows)
+        cache = new_cache(self.backbone, batch, max(len(row.canvas) for row in rows))
         return denoise(self.backbone, cache, rows, view=view)
-
-    def _cache(self, batch: int, capacity: int) -> Cache:
-        require_memory(
-            self.backbone.cache_nbytes(batch, capacity),
-            self.backbone.device,
-            f"The KV cache for {batch} x {capacity} tokens",
-        )
-        return self.backbone.new_cache(batch, capacity)
 
 
 def _events(steps: Steps, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybrid.cache.rows import Rows
 from hybrid.errors import CapacityError
 from hybrid.kernels.block_attention import KEY_TILE
+from hybrid.kernels.cache_gather import cache_gather
 
 
 class KVCache(Rows):
@@ -23,7 +24,7 @@ class KVCache(Rows):
     Attributes:
         data: the tensor. Whoever reads beyond a row's scratch masks it, and blanks it first.
         lengths: committed positions per row.
-        capacity: the most positions of a row; S is the next multiple of `KEY_TILE`.
+        capacity: the most positions of a row; S is the next multiple of `KEY_TILE`, or more.
     """
 
     def __init__(
@@ -36,13 +37,27 @@ class KVCache(Rows):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        data: Tensor | None = None,
     ) -> None:
         """Allocate everything; `nbytes` tells how much.
+
+        Args:
+            num_layers: L.
+            batch: B.
+            num_kv_heads: G.
+            capacity: positions that a row may have.
+            head_dim: D.
+            dtype: of keys and values.
+            device: where they lie.
+            data: take this tensor, of at least as many positions; it may hold anything.
 
         Raises:
             CapacityError: the device has not enough memory.
         """
         super().__init__(batch, capacity)
+        if data is not None:
+            self.data = data
+            return
         shape = (num_layers, 2, batch, num_kv_heads, padded(capacity), head_dim)
         try:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -120,10 +135,8 @@ class KVCache(Rows):
         if keep:
             self.require(row, keep[-1] + 1)
         if keep != list(range(len(keep))):
-            index = torch.tensor(keep, device=self.data.device) + start
-            rows = self.data[:, :, row]
-            # index_select copies, so a kept position cannot be overwritten before it is read.
-            rows[:, :, :, start : start + len(keep)] = rows.index_select(3, index)
+            numbers = torch.tensor([row, start, *keep], device=self.data.device)
+            cache_gather(self.data, numbers[:1], numbers[1:2], numbers[None, 2:])
         self.lengths[row] += len(keep)
 
     def free(self, row: int) -> None:

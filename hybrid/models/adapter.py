@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import CheckpointError, ConfigError
+from hybrid.kernels import dispatch
+from hybrid.kernels.gated_lora import gated_lora
 from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks
 from hybrid.models.draft_config import (
     ATTENTION,
@@ -39,7 +42,14 @@ from hybrid.models.draft_config import (
 from hybrid.models.draft_head import DraftHead, SamplerHead
 from hybrid.models.draft_input import LateInput, TokenInput
 from hybrid.models.family_table import FAMILIES
-from hybrid.models.linear import PACKED_ROWS, DenseLinear, Linear, PackedLinear, make_linear
+from hybrid.models.linear import (
+    PACKED_ROWS,
+    DenseLinear,
+    Linear,
+    PackedLinear,
+    StackedLinear,
+    make_linear,
+)
 from hybrid.models.lora_files import LowRank, is_peft, read_updates
 from hybrid.models.transformer import NativeBackbone
 from hybrid.models.weights import Layer
@@ -59,9 +69,33 @@ class LoraLinear(Linear):
         """
         self.base, self.a, self.b = base, DenseLinear(a), DenseLinear(b)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return [N, O] for x [N, I]."""
-        return self.base(x).add_(self.b(self.a(x)))
+    def __call__(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return [N, O] for x [N, I]; on a GPU the update is one launch.
+
+        Args:
+            x: [N, I].
+            ids: [N] int32, -1 for rows that get the base layer's output, 0 for the others. Only
+                where `runs_gated`; None is all 0.
+        """
+        y = self.base(x)
+        if not self.runs_gated(x.device):
+            assert ids is None
+            return y.add_(self.b(self.a(x)))
+        ids = _gates(len(x), 0, x.device) if ids is None else ids
+        return gated_lora(y, x, self.a.weight[None], self.b.weight[None], ids)
+
+    def shares(self, base: Linear) -> bool:
+        """Return whether `base` is wrapped, and rows may have ids."""
+        return self.base is base and self.runs_gated(self.a.weight.device)
+
+    def behind(self, num_base: int, x: Tensor) -> Tensor:
+        """Return [N, O]: the update is added behind the first rows alone."""
+        return self(x, _gates(len(x), 0, x.device, num_base))
+
+    @staticmethod
+    def runs_gated(device: torch.device) -> bool:
+        """Whether rows may have ids: a kernel adds the update, not two products and a sum."""
+        return dispatch.choose("gated_lora", device) == "triton"
 
     def dense(self) -> Tensor:
         """Return the weight [O, I] with the update in it, float32."""
@@ -82,9 +116,35 @@ class AnchorGated(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I]."""
+        if isinstance(self.wrapped, LoraLinear) and LoraLinear.runs_gated(x.device):
+            return self.wrapped(x, _gates(len(x), self.num_rows, x.device))
         y = self.wrapped(x)
         y[:: self.num_rows] = self.base(x[:: self.num_rows].contiguous())
         return y
+
+    def shares(self, base: Linear) -> bool:
+        """Return whether what is wrapped does."""
+        return isinstance(self.wrapped, LoraLinear) and self.wrapped.shares(base)
+
+    def behind(self, num_base: int, x: Tensor) -> Tensor:
+        """Return [N, O]: passes begin behind the first rows."""
+        assert isinstance(self.wrapped, LoraLinear)
+        return self.wrapped(x, _gates(len(x), self.num_rows, x.device, num_base))
+
+
+@cache  # a captured pass keeps its address
+def _gates(
+    num_rows: int, num_rows_per_pass: int, device: torch.device, num_base: int = 0
+) -> Tensor:
+    """Return [N] ids: -1 for the first `num_base` rows, behind them 0.
+
+    But for the first row of every pass, if those have a length: -1, too.
+    """
+    ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    ids[:num_base] = -1
+    if num_rows_per_pass:
+        ids[num_base::num_rows_per_pass] = -1
+    return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +201,11 @@ class DiffusionAdapter:
         if problem := config.problem(backbone.spec):
             raise CheckpointError(f"Adapter: {problem} Its draft_config.json is damaged.")
         self.config, self.backbone, self._tensors = config, backbone, tensors
+        self._gated: dict[int, GatedLayers] = {}
         # Plain weights are there to be trained, or on a GPU: no second copy of them.
-        is_trainable = isinstance(backbone.layers[config.entry_layer].qkv, DenseLinear)
+        is_trainable = isinstance(
+            backbone.layers[config.entry_layer].qkv, (DenseLinear, StackedLinear)
+        )
         self._merges = may_round and not is_trainable
         self.layers = [
             layer if index < config.entry_layer else self._wrap(index, layer)
@@ -159,14 +222,16 @@ class DiffusionAdapter:
         """
         if self.config.corruption != "uniform":
             return self
-        layers = []
-        for base, layer in zip(self.backbone.layers, self.layers, strict=True):
-            gated: dict[str, Any] = {
-                name: AnchorGated(getattr(base, name), wrapped, num_rows)
-                for name, wrapped in _wrapped(base, layer).items()
-            }
-            layers.append(replace(layer, **gated))
-        return GatedLayers(layers)
+        if num_rows not in self._gated:
+            layers = []
+            for base, layer in zip(self.backbone.layers, self.layers, strict=True):
+                gated: dict[str, Any] = {
+                    name: AnchorGated(getattr(base, name), wrapped, num_rows)
+                    for name, wrapped in _wrapped(base, layer).items()
+                }
+                layers.append(replace(layer, **gated))
+            self._gated[num_rows] = GatedLayers(layers)
+        return self._gated[num_rows]
 
     @property
     def nbytes(self) -> int:
@@ -194,13 +259,14 @@ class DiffusionAdapter:
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return a layer of the adapter's own, packed where updates are merged.
 
-        Exact: the draft of a row must not depend on how many rows there are.
+        Steady: the draft of a row must not depend on how many rows there are.
         """
         fits = weight.shape[0] % PACKED_ROWS == 0 and weight.shape[1] % INT4_GROUP == 0
         if self._merges and fits:
             return PackedLinear([Int4Blocks.quantize(weight)], bias)
         weight = weight.to(self.backbone.dtype)
-        return make_linear([weight], [bias], exact=True, reorder=self._merges)
+        exact = self.backbone.exact
+        return make_linear([weight], [bias], steady=True, exact=exact, reorder=self._merges)
 
     def _input(self) -> TokenInput | LateInput:
         config, embedding = self.config, self.backbone.embedding

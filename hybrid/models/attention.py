@@ -1,5 +1,6 @@
-"""Attention of one pass of the native backbone: rotations, masks, and where keys go.
+"""`PlainPass`: the operations of a pass in plain PyTorch: rotations, masks, and where keys go.
 
+What a CPU runs, tuned for exact bits, and the slow twin of hybrid/models/kernel_pass.py.
 Next: kernels/block_attention/reference.py.
 """
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.kv_cache import KVCache, padded
 from hybrid.kernels.block_attention import block_attention, token_attention
+from hybrid.models.moe import swiglu
+from hybrid.models.passes import Operations
 from hybrid.models.weights import Layer
 from hybrid.types import Write
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from hybrid.models.transformer import NativeBackbone
 
 
-class Attention:
+class PlainPass(Operations):
     """What all layers of one pass share: rotations, masks, and where keys go."""
 
     def __init__(
@@ -50,15 +53,10 @@ class Attention:
         self.backbone, self.pattern, self.cache, self.rows = backbone, pattern, cache, rows
         self.num_before = num_before
         self.position_ids, self.num_tokens = position_ids, position_ids.shape[1]
-        self.refreshes, prefill = write == Write.REFRESH, write == Write.COMMIT
+        self.refreshes = write == Write.REFRESH
         s = backbone.spec
         self.num_rotated = s.num_heads + s.num_kv_heads
-        # The frequencies of a length-dependent scaling follow what AR decoding would have used:
-        # the length of the whole prompt in a prefill, one's own position afterwards.
-        seq_len = position_ids + 1
-        if prefill:
-            seq_len = seq_len.amax(dim=1, keepdim=True).expand_as(seq_len)
-        cos, sin = backbone.rope(position_ids, seq_len)  # [B, T, D/2]
+        cos, sin = backbone.rotation(position_ids, write)  # [B, T, D/2]
         dtype = backbone.dtype
         self.cos = torch.cat([cos, cos], dim=-1).to(dtype).flatten(0, 1)[:, None]  # [B*T, 1, D]
         self.sin = torch.cat([-sin, sin], dim=-1).to(dtype).flatten(0, 1)[:, None]
@@ -76,7 +74,17 @@ class Attention:
                 end = pattern.row_prefix(batch_row) + self.num_tokens
                 cache.blank(row, end, padded(end))
 
-    def __call__(self, layer: Layer, index: int, qkv: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + update, and the sum."""
+        x = x if update is None else x + update
+        return self.backbone.rms_norm(x, weight), x
+
+    def mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """Return what the MLP of a layer, and its experts, make of normed x [N, C]."""
+        update = swiglu(x, layer.gate_up, layer.down, exact=self.backbone.exact)
+        return update if layer.experts is None else update + layer.experts(x)
+
+    def attend(self, layer: Layer, index: int, qkv: Tensor) -> Tensor:
         """Rotate, write K/V to scratch, attend. qkv: [B*T, (H + 2G) D] -> [B*T, H D]."""
         s = self.backbone.spec
         qkv = qkv.view(-1, self.num_rotated + s.num_kv_heads, s.head_dim)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
+from hybrid.files import replacing, write_json
 from hybrid.models.checkpoint import open_checkpoint
 from hybrid.models.dflash import DFlashModel, DFlashSpec, spread_layers
 from hybrid.models.rope import parse_rope
@@ -37,8 +39,15 @@ def load_dflash(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    config: Mapping[str, Any] | None = None,
 ) -> DFlashModel:
     """Read a drafter's folder, in any of the three layouts.
+
+    Args:
+        path: the folder.
+        device: of the weights.
+        dtype: of the weights.
+        config: what to go by in place of the folder's config.json.
 
     Raises:
         CheckpointError: it cannot be read, is no DFlash drafter, or is one of a kind that is not
@@ -47,7 +56,7 @@ def load_dflash(
     """
     checkpoint = open_checkpoint(path)
     with torch.device("meta"):  # shapes only: the weights are the file's
-        model = DFlashModel(dflash_spec(checkpoint.config))
+        model = DFlashModel(dflash_spec(checkpoint.config if config is None else config))
     tensors = {_own_name(name): value for name, value in checkpoint.tensors.items()}
     expected = {name: list(value.shape) for name, value in model.state_dict().items()}
     got = {name: list(value.shape) for name, value in tensors.items()}
@@ -61,6 +70,24 @@ def load_dflash(
     own = {n: t.to(device, dtype) for n, t in tensors.items() if isinstance(t, Tensor)}
     model.load_state_dict(own, assign=True)
     return model.eval().requires_grad_(False)
+
+
+def save_dflash(folder: Path, model: DFlashModel, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write config.json and model.safetensors; each appears whole or not at all.
+
+    Args:
+        folder: created if need be.
+        model: the drafter.
+        dtype: of the tensors on disk.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    tensors = {n: t.detach().to("cpu", dtype).contiguous() for n, t in model.state_dict().items()}
+    with replacing(folder / "model.safetensors") as part:
+        # Not save_file: its files are readable by their owner alone.
+        part.write_bytes(save(tensors, metadata={"format": "pt"}))
+    write_json(folder / "config.json", dflash_config(model.spec, dtype))
 
 
 def dflash_spec(config: Mapping[str, Any]) -> DFlashSpec:

@@ -8,7 +8,6 @@ canvas at a time. Next: hybrid/decode/stopping.py.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import Field
 
 from hybrid.config import Config
 from hybrid.models.checkpoint import read_json, refuse_foreign_code, token_ids
+from hybrid.models.compat import cache_argument
 from hybrid.models.pretrained import load_pretrained
 from hybrid.types import Context
 
@@ -126,7 +126,8 @@ class DiffusionGemma:
             seed: of this answer's random stream.
         """
         stream = _Stream(seed, self.device)
-        cache_name = _cache_name(self._model)
+        cache_name = cache_argument(self._model.generate)
+        assert cache_name is not None
         tokens, cache = torch.tensor([list(prompt)], device=self.device), None
         while True:
             counter = _StepCounter()
@@ -184,8 +185,3 @@ class _Stream:
         if self._device.type == "cuda":
             self._states.append(torch.cuda.get_rng_state(self._device))
         self._fork.__exit__(*error)
-
-
-def _cache_name(model: Any) -> str:
-    """Return what this transformers calls the cache."""
-    return "cache" if "cache" in inspect.signature(model.generate).parameters else "past_key_values"

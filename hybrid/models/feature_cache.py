@@ -7,18 +7,19 @@ Next: hybrid/models/transformer.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.kernels.block_attention import block_attention
+from hybrid.models.attention import PlainPass
+from hybrid.models.weights import Layer
 
 if TYPE_CHECKING:
-    from hybrid.models.attention import Attention
     from hybrid.models.transformer import NativeBackbone
-    from hybrid.models.weights import Layer
 
 
 class FeatureCache:
@@ -57,7 +58,7 @@ class FeatureCache:
         self._num_passes += 1
 
     def layer(
-        self, layer: Layer, index: int, x: Tensor, attend: Attention, batch_row: int
+        self, layer: Layer, index: int, x: Tensor, attend: PlainPass, batch_row: int
     ) -> Tensor:
         """Run a layer on one row, [T, C] -> [T, C].
 
@@ -73,7 +74,8 @@ class FeatureCache:
         computed = self._attend(layer, index, x, attend, batch_row, attention)
         x = x + attention
         if len(computed):
-            mlp[computed] = attend.backbone.mlp(layer, x[computed])
+            h, _ = attend.norm(x[computed], layer.post_norm, None)
+            mlp[computed] = attend.mlp(layer, h)
         return x + mlp
 
     def _attend(
@@ -81,7 +83,7 @@ class FeatureCache:
         layer: Layer,
         index: int,
         x: Tensor,
-        attend: Attention,
+        attend: PlainPass,
         batch_row: int,
         outputs: Tensor,
     ) -> Tensor:
@@ -118,3 +120,25 @@ class FeatureCache:
         similarity = F.cosine_similarity(new, cached, dim=-1)
         count = int(len(similarity) * self._transfer_ratio)
         return similarity.topk(count, largest=False).indices
+
+
+class FeaturePass(PlainPass):
+    """A pass whose layers reuse what each row's `FeatureCache` holds.
+
+    Not on the kernels: which tokens are computed differs by row and layer.
+    """
+
+    def __init__(self, features: Sequence[FeatureCache], *args: Any) -> None:
+        """Begin a pass of every row; `args` are those of `PlainPass`."""
+        super().__init__(*args)
+        self._features = features
+        for own in features:
+            own.begin(self.backbone, self.num_tokens)
+
+    def layer(
+        self, layer: Layer, index: int, x: Tensor, update: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a layer row by row; nothing is left to add."""
+        rows = zip(self._features, torch.split(x, self.num_tokens), strict=True)
+        outs = [own.layer(layer, index, part, self, b) for b, (own, part) in enumerate(rows)]
+        return torch.cat(outs), None

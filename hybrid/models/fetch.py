@@ -258,8 +258,12 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(f"{part}/{part}", name) is not None
 
 
-def snapshot(repo_id: str) -> Path:
+def snapshot(repo_id: str, revision: str | None = None) -> Path:
     """Return the local folder of a hub model; only weights, JSON and tokenizer files are fetched.
+
+    Args:
+        repo_id: "org/name".
+        revision: a commit or a branch; None is the hub's default.
 
     Raises:
         CheckpointError: it is not cached and cannot be fetched.
@@ -270,6 +274,7 @@ def snapshot(repo_id: str) -> Path:
         return Path(
             snapshot_download(
                 repo_id,
+                revision=revision,
                 allow_patterns=list(_HUB_FILES),
                 ignore_patterns=list(_NOT_HUB_FILES),
                 local_files_only=is_offline(),

@@ -24,12 +24,11 @@ from hybrid.carried import Carried
 from hybrid.config import is_offline
 from hybrid.errors import CapacityError, ConfigError
 from hybrid.models.checkpoint import read_json, refuse_foreign_code, token_ids
+from hybrid.models.compat import CACHE_NAMES, cache_argument, drop_last, holds_positions
 from hybrid.models.pretrained import load_pretrained
 from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Context, Write
 
-# 5.24 calls it `cache`; before, most models said `past_key_values` and recurrent ones the last.
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # Models without a position table (ALiBi, recurrent) state no limit.
 _NO_LIMIT = 2**31 - 1
 
@@ -107,7 +106,7 @@ class HFCache(Rows):
                 "This model can only decode one token after another: tokens cannot be taken back. "
                 'Use strategy="ar".'
             )
-        cache.crop(-num_tokens)
+        drop_last(cache, num_tokens)
 
 
 def _row_cache(config: Any) -> DynamicCache:
@@ -121,11 +120,6 @@ def _row_cache(config: Any) -> DynamicCache:
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = DynamicLayer()
     return cache
-
-
-def _holds_positions(layer: Any) -> bool:
-    # By type: transformers' own `is_croppable` is younger than the versions supported here.
-    return type(layer) is DynamicLayer or type(layer).__name__ == "DummyLayer"
 
 
 class HFBackbone:
@@ -152,13 +146,13 @@ class HFBackbone:
         """
         self.model = model.eval()
         accepted = inspect.signature(model.forward).parameters
-        names = [name for name in _CACHE_NAMES if name in accepted]
-        if not names:
+        cache_name = cache_argument(model.forward)
+        if cache_name is None:
             raise ConfigError(
-                f"{type(model).__name__}.forward takes none of {', '.join(_CACHE_NAMES)}; "
+                f"{type(model).__name__}.forward takes none of {', '.join(CACHE_NAMES)}; "
                 "expected a causal language model that decodes with a cache."
             )
-        self._cache_name = names[0]
+        self._cache_name = cache_name
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         config = model.config.get_text_config(decoder=True)
@@ -175,9 +169,10 @@ class HFBackbone:
         self._dynamic_ropes: list[Any] = [
             m for m in model.modules() if getattr(m, "rope_type", None) == "dynamic"
         ]
-        self.prefill_chunk = self.max_seq_len if self._dynamic_ropes else PREFILL_CHUNK
-        holds_positions = all(map(_holds_positions, _row_cache(model.config).layers))
-        self.supports_rollback = holds_positions and not self._dynamic_ropes
+        can_crop = all(map(holds_positions, _row_cache(model.config).layers))
+        self.supports_rollback = can_crop and not self._dynamic_ropes
+        # Several tokens after others are another thing to some of these: Mamba would start anew.
+        self.prefill_chunk = PREFILL_CHUNK if self.supports_rollback else self.max_seq_len
 
     @classmethod
     def from_path(

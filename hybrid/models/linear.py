@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid.errors import ConfigError
+from hybrid.kernels import dispatch
+from hybrid.kernels.linear import in_tiles, linear
 from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks, Int8Blocks, Weight
 
-# The CPU's matrix library rounds a row differently by the number of rows beside it, except in whole
-# tiles: measured with 1 and 2 threads, any number of rows from 2 on in bfloat16, multiples of 4 in
-# float32. On 2 to 7 float32 rows it is also slower than on 8.
+# The CPU's matrix library rounds a row differently by the number of rows beside it, least often in
+# whole tiles: on one CPU any number of rows from 2 on gave the same bits in bfloat16 and multiples
+# of 4 in float32, on another (AMX) one number in 10^5 differs. On 2 to 7 float32 rows it is also
+# slower than on 8.
 _TILE_ROWS = {torch.bfloat16: 2, torch.float32: 4}
 _MIN_FLOAT32_ROWS = 8
 PACKED_ROWS = 16  # the 4-bit kernel takes multiples
@@ -36,6 +40,14 @@ class Linear:
         """Return [N, O] for x [N, I]."""
         raise NotImplementedError
 
+    def shares(self, base: Linear) -> bool:
+        """Return whether `behind` can compute this layer and `base` in one product."""
+        return self is base
+
+    def behind(self, num_base: int, x: Tensor) -> Tensor:
+        """Return [N, O]: the first rows as the base layer gives them. Only where this `shares`."""
+        return self(x)
+
     def dense(self) -> Tensor:
         """Return the weight [O, I] as the layer computes with it."""
         raise NotImplementedError
@@ -49,24 +61,43 @@ class Linear:
 class DenseLinear(Linear):
     """Weight [O, I] in the activations' dtype."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        steady: bool = False,
+        exact: bool = False,
+    ) -> None:
         """Hold `weight` [O, I] and `bias` [O].
 
         Args:
             weight: dense.
             bias: or None.
-            exact: give a lone float32 row the bits that it has among others, too. On a CPU that
-                costs a pass of 8 rows for one.
+            steady: on a CPU, give a lone float32 row the code that it has among a few others. That
+                costs a product of 8 rows for one.
+            exact: give a row the bits that it has among any others: products of one number of rows
+                on a CPU, a kernel of fixed tiles on a GPU.
+
+        Raises:
+            ConfigError: exact on a GPU that has no such kernel.
         """
         self.weight, self.bias = weight, bias
         on_cpu = weight.device.type == "cpu"
+        if exact and not on_cpu and (reason := dispatch.why_not_triton(weight.device)):
+            raise ConfigError(
+                f"exact: got device {weight.device}, where its kernels do not run: {reason}. "
+                "Use device='cpu', or leave exact out."
+            )
         self._tile = _TILE_ROWS.get(weight.dtype, 1) if on_cpu else 1
         is_float32 = weight.dtype == torch.float32
         self._min_rows = _MIN_FLOAT32_ROWS if on_cpu and is_float32 else self._tile
-        self._keeps_lone_row = is_float32 and not exact
+        self._is_exact, self._keeps_lone_row = exact, is_float32 and not steady
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I]."""
+        if self._is_exact:
+            return linear(x, self.weight, self.bias)
         rows = x.shape[0]
         wanted = max(self._min_rows, -(-rows // self._tile) * self._tile)
         if wanted == rows or (rows == 1 and self._keeps_lone_row):
@@ -85,21 +116,56 @@ class DenseLinear(Linear):
         return self.weight.numel() * self.weight.element_size()
 
 
+class StackedLinear(Linear):
+    """Several dense layers of one input side by side, where their weights belong to somebody else.
+
+    What `DenseLinear` computes of their copies in one tensor, in as many products as there are
+    layers; the weights stay where they are.
+    """
+
+    def __init__(self, parts: Sequence[DenseLinear]) -> None:
+        """Hold layers [I] -> [O_i], with a bias each or none at all."""
+        self.parts = parts
+        biases = [part.bias for part in parts if part.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [N, sum of O_i] for x [N, I]."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+    def dense(self) -> Tensor:
+        """Return the weight [sum of O_i, I], a copy."""
+        return torch.cat([part.weight for part in self.parts])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(part.nbytes for part in self.parts)
+
+
 class ReorderedLinear(Linear):
     """Weight in the order that the CPU library's own kernels read (oneDNN), for inference.
 
     A product of a few rows then costs little more than one of a single row, where the plain layout
     is copied in every call. Measured on one core at the default model's shapes, beside
-    `DenseLinear`: 2.5 times faster for 1 to 9 rows of float32, 1.1 to 1.7 times for bfloat16. The
-    bits of a row are the same among any number of rows from 2 on.
+    `DenseLinear`: 2.5 times faster for 1 to 9 rows of float32, 1.1 to 1.7 times for bfloat16. In
+    float32 the bits of a row have been the same among any number of rows from 2 on.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
-        """Copy `weight` [O, I]; `bias` is [O]. `exact` as for `DenseLinear`."""
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        steady: bool = False,
+        exact: bool = False,
+    ) -> None:
+        """Copy `weight` [O, I]; `bias` is [O]. `steady` and `exact` as for `DenseLinear`."""
         self._shape, self.bias = tuple(weight.shape), bias
         reorder = torch.ops.mkldnn._reorder_linear_weight
         self._weight: Tensor = reorder(weight.contiguous(), None)
-        self._keeps_lone_row = weight.dtype == torch.float32 and not exact
+        self._is_exact = exact
+        self._keeps_lone_row = weight.dtype == torch.float32 and not steady
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -114,12 +180,17 @@ class ReorderedLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, O] for x [N, I]."""
+        if self._is_exact:
+            return in_tiles(self._multiply, x)
         rows = x.shape[0]
         if rows == 1 and not self._keeps_lone_row:  # alone it would be summed in another order
             x = torch.cat([x, x])
+        return self._multiply(x)[:rows]
+
+    def _multiply(self, x: Tensor) -> Tensor:
         multiply = torch.ops.mkldnn._linear_pointwise
         y: Tensor = multiply(x, self._weight, self.bias, "none", [], "")
-        return y[:rows]
+        return y
 
     def dense(self) -> Tensor:
         """Return the weight [O, I], read off the layer's answers to unit vectors."""
@@ -195,8 +266,10 @@ def make_linear(
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     *,
+    steady: bool = False,
     exact: bool = False,
     reorder: bool = False,
+    share: bool = False,
 ) -> Linear:
     """Return one layer for several weights stacked along the output (fused QKV, gate and up).
 
@@ -206,9 +279,15 @@ def make_linear(
     Args:
         weights: [O_i, I] each.
         biases: [O_i] each, or all None.
-        exact: see `DenseLinear`.
+        steady: see `DenseLinear`; and so `exact`, which packed layers are anyway.
+        exact: likewise.
         reorder: take `ReorderedLinear` for dense weights where it runs.
+        share: take `StackedLinear` for several dense weights, which copies none of them.
     """
+    own = [w for w in weights if isinstance(w, Tensor)]
+    if share and len(own) == len(weights) > 1:
+        pairs = zip(own, biases, strict=True)
+        return StackedLinear([DenseLinear(w, b, steady=steady, exact=exact) for w, b in pairs])
     bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
     for kind in (Int4Blocks, Int8Blocks):
         blocks = [w for w in weights if isinstance(w, kind)]
@@ -218,4 +297,4 @@ def make_linear(
     dense = [w if isinstance(w, Tensor) else w.dequantize(dtype) for w in weights]
     weight = torch.cat(dense) if len(dense) > 1 else dense[0]
     fits = reorder and ReorderedLinear.runs(weight.device, weight.dtype)
-    return (ReorderedLinear if fits else DenseLinear)(weight, bias, exact=exact)
+    return (ReorderedLinear if fits else DenseLinear)(weight, bias, steady=steady, exact=exact)

@@ -111,7 +111,10 @@ def load_model(
     else:
         if dtype == "int4" or exact:
             what = "dtype: int4" if dtype == "int4" else "exact: it"
-            raise ConfigError(f"{what} needs a model that the native backbone runs.")
+            raise ConfigError(
+                f"{what} needs a model that the native backbone runs (`hybrid list families`), got "
+                f"{model}: {reason}. Leave it out."
+            )
         if adapter is not None:
             raise ConfigError(
                 "adapter: self-diffusion needs a model that the native backbone runs "

@@ -58,8 +58,62 @@ class TransformersReference:
         )
         return tuple(output[0, len(prompt) :].tolist())
 
+    def drafted_steps(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, drafter: Path
+    ) -> list[list[tuple[int, ...]]]:
+        """Decode greedily, past end tokens, with transformers' own DFlash drafting.
+
+        Args:
+            prompts: token ids.
+            max_new_tokens: of each answer.
+            drafter: folder in the layout of transformers.
+
+        Returns:
+            For each prompt the tokens that each pass of the target committed, the prefill first.
+
+        Raises:
+            CheckpointError: transformers cannot load the drafter.
+        """
+        from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
+
+        try:
+            assistant = MuseGlimmerAssistantModel.from_pretrained(
+                str(drafter), dtype=torch.float32, local_files_only=True
+            )
+        except Exception as error:  # as above
+            raise CheckpointError(f"transformers cannot load {drafter}: {error}") from error
+        settings = GenerationConfig(
+            do_sample=False, max_new_tokens=max_new_tokens, speculation_type="dflash"
+        )
+        found = []
+        for prompt in prompts:
+            ids = torch.tensor([list(prompt)], device=self._device)
+            passes = _Passes()
+            self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                assistant_model=assistant.to(self._device).eval(),
+                generation_config=settings,
+                streamer=passes,
+            )
+            found.append(passes.tokens[1:])  # the prompt comes first
+        return found
+
     @torch.inference_mode()
     def next_logits(self, ids: Sequence[int]) -> Tensor:
         """Return the logits [V] of the token after `ids`."""
         logits: Tensor = self._model(torch.tensor([list(ids)], device=self._device)).logits
         return logits[0, -1]
+
+
+class _Passes:
+    """A streamer that keeps what it is handed; assisted generation hands over a pass at a time."""
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, ...]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens.append(tuple(value.flatten().tolist()))
+
+    def end(self) -> None:
+        pass

@@ -32,6 +32,11 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids or (() if own is None else (own,))
 
     @property
+    def backend(self) -> Any:
+        """The transformers tokenizer, for libraries that ask for one."""
+        return self._backend
+
+    @property
     def vocab_size(self) -> int:
         """How many ids there are, added tokens included; the model's matrix may have more rows."""
         return len(self._backend)

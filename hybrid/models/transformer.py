@@ -15,14 +15,20 @@ from torch import Tensor
 
 from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.kv_cache import KVCache, padded
+from hybrid.cache.pool import CachePool, pooled
 from hybrid.carried import Carried
-from hybrid.models.attention import Attention
+from hybrid.config import cuda_graphs_enabled
+from hybrid.errors import ConfigError
+from hybrid.kernels.dispatch import choose
+from hybrid.models.attention import PlainPass
 from hybrid.models.checkpoint import Weight
-from hybrid.models.feature_cache import FeatureCache
-from hybrid.models.moe import swiglu
+from hybrid.models.feature_cache import FeatureCache, FeaturePass
+from hybrid.models.graphs import CudaRecorder, Graphs
+from hybrid.models.kernel_pass import MAX_HEAD_DIM, MAX_WIDTH, run_on_kernels
+from hybrid.models.passes import Plan, named_tensors, run_pass
 from hybrid.models.rope import Rope
 from hybrid.models.spec import ModelSpec
-from hybrid.models.weights import Layer, Weights
+from hybrid.models.weights import Weights
 from hybrid.protocols import PREFILL_CHUNK, Cache, Entry, ForwardOutput
 from hybrid.types import Write
 
@@ -39,6 +45,7 @@ class NativeBackbone:
         dtype: torch.dtype = torch.float32,
         exact: bool = False,
         reorder: bool = False,
+        share: bool = False,
     ) -> None:
         """Fuse and place the weights.
 
@@ -47,16 +54,18 @@ class NativeBackbone:
             weights: canonical name to tensor (`model.layers.N.self_attn.q_proj.weight`, ...).
             device: where to run.
             dtype: of activations and dense weights.
-            exact: on a CPU, give a token's logits the same bits in a pass of one row as among
-                others in float32 too (packed 4-bit and bfloat16 always do); AR decoding in
-                float32 gets slower.
+            exact: give a token's logits the same bits whatever shares its pass (docs/exact.md). On
+                a CPU it changes float32 alone, packed 4-bit and bfloat16 are so anyway.
             reorder: on a CPU, hold dense weights in the order that its kernels read: several times
                 faster, no gradient. A tied head is then a second copy of the embedding.
+            share: compute with the very tensors that are given, in place of copies that are fused.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong shape.
+            ConfigError: exact on a GPU where the kernels do not run the model.
         """
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
+        self.exact = exact
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_layers, self.max_seq_len = spec.num_layers, spec.max_seq_len
         # Frequencies that follow the length of a pass must see the prompt whole.
@@ -66,12 +75,27 @@ class NativeBackbone:
         self.context, self.can_verify = spec.context, spec.can_verify
         self.block_size, self.logit_shift = spec.block_size, spec.logit_shift
         self.default_strategy = spec.default_strategy
-        take = Weights(spec, weights, self.device, dtype, exact=exact, reorder=reorder)
+        take = Weights(spec, weights, self.device, dtype, exact=exact, reorder=reorder, share=share)
         self.embedding = take.dense("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.layers = [take.layer(index) for index in range(spec.num_layers)]
         self.norm = take.dense("model.norm.weight", spec.hidden_size)
         self.head = take.head(self.embedding)
         self.rope = Rope(spec.rope, spec.head_dim, self.device)
+        fits = spec.head_dim <= MAX_HEAD_DIM and spec.hidden_size <= MAX_WIDTH
+        self._fits_kernels = fits and dtype != torch.float64
+        if exact and self.device.type != "cpu" and not self._fits_kernels:
+            raise ConfigError(
+                f"exact: got {dtype}, heads of {spec.head_dim} and a width of {spec.hidden_size}, "
+                f"expected at most 32 bits, {MAX_HEAD_DIM} and {MAX_WIDTH}. Leave exact out."
+            )
+        # Experts, and frequencies that follow the length, are chosen on the host.
+        self.reads_nothing_back = spec.moe is None and not is_dynamic
+        self.graphs: Graphs | None = None
+        self.pool: CachePool | None = None
+        if self.device.type == "cuda":
+            graphs = Graphs(CudaRecorder(self.device))
+            self.graphs = graphs if cuda_graphs_enabled() else None
+            self.pool = CachePool(graphs.forget)
 
     @property
     def weight_nbytes(self) -> int:
@@ -86,20 +110,20 @@ class NativeBackbone:
         """Bytes that `new_cache` will take."""
         s = self.spec
         per_token = s.num_layers * 2 * s.num_kv_heads * s.head_dim * self.dtype.itemsize
-        return batch * padded(max_len) * per_token
+        num_positions = padded(max_len) if self.pool is None else pooled(max_len)
+        return batch * num_positions * per_token
+
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes of earlier caches, kept for the next one and freed for it if need be."""
+        return 0 if self.pool is None else self.pool.idle_nbytes
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """Allocate a cache of `batch` rows and `max_len` positions."""
+        """Return a cache of `batch` rows and `max_len` positions."""
         s = self.spec
-        return KVCache(
-            s.num_layers,
-            batch,
-            s.num_kv_heads,
-            max_len,
-            s.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        make = KVCache if self.pool is None else self.pool.new_cache
+        size = s.num_layers, batch, s.num_kv_heads, max_len, s.head_dim
+        return make(*size, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def forward(
@@ -120,111 +144,51 @@ class NativeBackbone:
     ) -> ForwardOutput:
         """Run T new tokens of B rows; see `Backbone.forward`."""
         assert isinstance(cache, KVCache)
-        batch, num_tokens = position_ids.shape
-        for row, own in zip(rows, position_ids, strict=True):
-            if write == Write.REFRESH:
-                cache.require_committed(row, int(own.max()) + 1)
-            else:
-                cache.require(row, num_tokens + (carried.pattern.num_tokens if carried else 0))
-        attend = Attention(self, pattern, cache, rows, position_ids, write)
-        riding = None if carried is None else _Riding(self, carried, cache, rows, num_tokens)
-        for own_features in features or ():
-            own_features.begin(self, num_tokens)
-        if entry is not None:
-            x, first, adapter = entry.hidden.flatten(0, 1), entry.layer, entry.adapter
+        self._check(position_ids, cache, rows, write, carried)
+        plan = Plan.of(self, taps, num_logits, entry, carried)
+        tensors = named_tensors(input_ids, logits_at, entry, carried)
+        given = pattern, cache, rows, position_ids, write
+        if features is not None:
+            out = run_pass(self, plan, tensors, FeaturePass(features, self, *given), None)
+        elif self._fits_kernels and choose("hybrid_attention", self.device) == "triton":
+            out = run_on_kernels(self, plan, tensors, *given, carried)
         else:
-            assert input_ids is not None
-            x, first, adapter = F.embedding(input_ids.flatten(), self.embedding), 0, None
-        layers = self.layers if adapter is None else adapter.layers
-        hidden: dict[int, Tensor] = {}
-        kept = {*taps, *(() if carried is None else carried.taps)}
-        for index in range(first, self.num_layers):
-            if riding is not None:
-                riding.enter(index, hidden)
-            x = self._layer(layers[index], index, x, attend, features)
-            if riding is not None:
-                riding.layer(index)
-            if index in kept:
-                hidden[index] = x.view(batch, num_tokens, -1)
+            slots = None
+            if carried is not None:
+                own = carried.pattern, cache, rows, carried.position_ids, Write.SCRATCH
+                slots = PlainPass(self, *own, num_before=position_ids.shape[1])
+            out = run_pass(self, plan, tensors, PlainPass(self, *given), slots)
         if write == Write.COMMIT:
             for row in rows:
-                cache.commit(row, num_tokens)
-        if logits_at is not None:
-            starts = torch.arange(batch, device=x.device)[:, None] * num_tokens
-            x = x[(starts + logits_at).flatten()]
-        states = None if riding is None else riding.states
-        return ForwardOutput(self._logits(x, batch, num_logits), hidden, states)
+                cache.commit(row, position_ids.shape[1])
+        return out
+
+    def rotation(self, position_ids: Tensor, write: Write) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of a pass, [B, T, D'/2] float32 each; see `Rope`."""
+        # The frequencies of a length-dependent scaling follow what AR decoding would have used:
+        # the length of the whole prompt in a prefill, one's own position afterwards.
+        seq_len = position_ids + 1
+        if write == Write.COMMIT:
+            seq_len = seq_len.amax(dim=1, keepdim=True).expand_as(seq_len)
+        return self.rope(position_ids, seq_len)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise the last dimension (arXiv:1910.07467) in the activations' dtype."""
         return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
 
-    def mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        """Return what the MLP of a layer, and its experts, add to x [N, C]."""
-        h = self.rms_norm(x, layer.post_norm)
-        update = swiglu(h, layer.gate_up, layer.down)
-        return update if layer.experts is None else update + layer.experts(h)
-
-    def _layer(
+    def _check(
         self,
-        layer: Layer,
-        index: int,
-        x: Tensor,
-        attend: Attention,
-        features: Sequence[FeatureCache] | None,
-    ) -> Tensor:
-        if features is not None:
-            rows = zip(features, torch.split(x, attend.num_tokens), strict=True)
-            return torch.cat(
-                [f.layer(layer, index, own, attend, b) for b, (f, own) in enumerate(rows)]
-            )
-        x = x + layer.o(attend(layer, index, layer.qkv(self.rms_norm(x, layer.input_norm))))
-        return x + self.mlp(layer, x)
-
-    def _logits(self, x: Tensor, batch: int, num_logits: int | None) -> Tensor | None:
-        if num_logits == 0:
-            return None
-        if num_logits is not None:
-            x = x.view(batch, -1, self.hidden_size)[:, -num_logits:].flatten(0, 1)
-        return self.head(self.rms_norm(x, self.norm)).view(batch, -1, self.vocab_size)
-
-
-class _Riding:
-    """The slots that a pass carries: they join at a later layer, with layers of their own."""
-
-    def __init__(
-        self,
-        backbone: NativeBackbone,
-        carried: Carried,
+        position_ids: Tensor,
         cache: KVCache,
         rows: Sequence[int],
-        num_tokens: int,
+        write: Write,
+        carried: Carried | None,
     ) -> None:
-        self._backbone, self._carried = backbone, carried
-        self._layers = backbone.layers if carried.adapter is None else carried.adapter.layers
-        self._attend = Attention(
-            backbone,
-            carried.pattern,
-            cache,
-            rows,
-            carried.position_ids,
-            Write.SCRATCH,
-            num_before=num_tokens,
-        )
-        self._x: Tensor | None = None
-
-    def enter(self, index: int, hidden: Mapping[int, Tensor]) -> None:
-        """Join before their first layer, from what the target's tokens have so far."""
-        if index == self._carried.layer:
-            self._x = self._carried.inputs(hidden).flatten(0, 1)
-
-    def layer(self, index: int) -> None:
-        """Run a layer, once the target's tokens have written their keys there."""
-        if self._x is not None:
-            self._x = self._backbone._layer(self._layers[index], index, self._x, self._attend, None)
-
-    @property
-    def states(self) -> Tensor:
-        """[B, S, C] after the last layer that has run."""
-        assert self._x is not None
-        return self._x.view(len(self._carried.position_ids), -1, self._backbone.hidden_size)
+        """Check that a pass has its place in the cache, before it changes anything."""
+        num_tokens = position_ids.shape[1] + (0 if carried is None else carried.pattern.num_tokens)
+        if write == Write.REFRESH:
+            for row, last in zip(rows, position_ids.amax(dim=1).tolist(), strict=True):
+                cache.require_committed(row, last + 1)
+            return
+        for row in rows:
+            cache.require(row, num_tokens)

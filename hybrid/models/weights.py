@@ -53,10 +53,11 @@ class Weights:
         *,
         exact: bool,
         reorder: bool,
+        share: bool,
     ) -> None:
         """Hold what all tensors need; the arguments are those of `NativeBackbone`."""
         self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
-        self.exact, self.reorder = exact, reorder
+        self.exact, self.reorder, self.share = exact, reorder, share
 
     def dense(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor, its blocks dequantised if it is in blocks.
@@ -106,17 +107,17 @@ class Weights:
             experts=experts,
         )
 
-    def _mlp(self, prefix: str, size: int, *, exact: bool = False) -> tuple[Linear, Linear]:
+    def _mlp(self, prefix: str, size: int, *, steady: bool = False) -> tuple[Linear, Linear]:
         """Return gate and up, and down, of an MLP; without a width it takes no tensors."""
         s, parts = self.spec, {"gate_proj": size, "up_proj": size}
         if size == 0:
             nothing = torch.empty(0, s.hidden_size, dtype=self.dtype, device=self.device)
             return DenseLinear(nothing), DenseLinear(nothing.T)
         gate_up = self._linear(
-            prefix, parts, s.hidden_size, fused="gate_up_proj", bias=s.mlp_bias, exact=exact
+            prefix, parts, s.hidden_size, fused="gate_up_proj", bias=s.mlp_bias, steady=steady
         )
         parts = {"down_proj": s.hidden_size}
-        return gate_up, self._linear(prefix, parts, size, bias=s.mlp_bias, exact=exact)
+        return gate_up, self._linear(prefix, parts, size, bias=s.mlp_bias, steady=steady)
 
     def _experts(self, prefix: str, moe: MoeSpec) -> Experts:
         shape, float32 = (moe.num_experts, self.spec.hidden_size), torch.float32
@@ -125,10 +126,11 @@ class Weights:
         if moe.has_bias:
             bias = self.dense(f"{prefix}.gate.expert_bias", moe.num_experts, dtype=float32)
         experts = [
-            self._mlp(f"{prefix}.experts.{index}", moe.intermediate_size, exact=True)
+            self._mlp(f"{prefix}.experts.{index}", moe.intermediate_size, steady=True)
             for index in range(moe.num_experts)
         ]
-        return Experts(moe, DenseLinear(router, exact=True), bias, experts)
+        chooser = DenseLinear(router, steady=True, exact=self.exact)
+        return Experts(moe, chooser, bias, experts, exact=self.exact)
 
     def _linear(
         self,
@@ -138,7 +140,7 @@ class Weights:
         *,
         bias: bool,
         fused: str = "",
-        exact: bool = False,
+        steady: bool = False,
     ) -> Linear:
         """Return one layer for parts stacked along the output; a checkpoint may hold them so."""
         if f"{prefix}.{fused}.weight" in self.weights:
@@ -150,7 +152,14 @@ class Weights:
         biases = [
             self.dense(f"{prefix}.{n}.bias", size) if bias else None for n, size in parts.items()
         ]
-        return make_linear(weights, biases, exact=exact or self.exact, reorder=self.reorder)
+        return make_linear(
+            weights,
+            biases,
+            steady=steady,
+            exact=self.exact,
+            reorder=self.reorder,
+            share=self.share,
+        )
 
     def _placed(self, value: Weight) -> Weight:
         """Return a weight where it belongs, in its blocks where a layer can compute with them."""

@@ -17,11 +17,10 @@ from hybrid.attention.pattern import causal
 from hybrid.drafters.dflash import DFlashDrafter
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.dflash import DFlashModel, DFlashSpec, spread_layers
-from hybrid.models.dflash_files import dflash_config, dflash_spec, load_dflash
+from hybrid.models.dflash_files import dflash_config, dflash_spec, load_dflash, save_dflash
 from hybrid.models.spec import RopeSpec
 from hybrid.params import SamplingParams
 from hybrid.protocols import DraftState
-from hybrid.training.dflash.export import save_dflash
 from hybrid.types import Mode, Plan, SequenceState
 
 WIDTH, WINDOW, MASK = 5, 6, 63  # a window never cuts a block: they differ by orders of magnitude

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid.attention.pattern import bidirectional
 from hybrid.models.feature_cache import FeatureCache
+from hybrid.models.moe import swiglu
 from hybrid.models.transformer import NativeBackbone
 from hybrid.types import Write
 
@@ -119,7 +120,8 @@ class Twin:
             update = layer.o(self.attend(q, held["k"][:size], held["v"][:size]))
             held["attention"][chosen] = update[chosen]
             x = x + held["attention"][:size]
-            held["mlp"][chosen] = self.backbone.mlp(layer, x)[chosen]
+            h = self.backbone.rms_norm(x, layer.post_norm)
+            held["mlp"][chosen] = swiglu(h, layer.gate_up, layer.down)[chosen]
             x = x + held["mlp"][:size]
         self.number += 1
         return self.backbone.head(self.backbone.rms_norm(x, self.backbone.norm))

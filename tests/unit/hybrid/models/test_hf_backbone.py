@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hybrid import HybridDecoder
 from hybrid.attention.pattern import AttentionPattern, bidirectional, causal, padded, tree
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.hf import HFBackbone
@@ -71,6 +72,18 @@ def test_greedy_decoding_equals_generate(
         logits = run(backbone, cache, torch.tensor(got[-1:]))
     assert got == want.tolist()
     assert len(set(got)) > 3
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_prompt_of_a_recurrent_model_is_one_pass(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid.models.hf.PREFILL_CHUNK", 6)
+    family, fields = RECURRENT[name]
+    backbone = load(tmp_path, family, **fields)
+    want = backbone.model.generate(TOKENS[:1], max_new_tokens=8, do_sample=False)[0, 40:]
+    result = HybridDecoder(backbone).generate(TOKENS[0].tolist(), max_new_tokens=8, strategy="ar")
+    assert list(result.token_ids) == want.tolist()
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks, Int8Blocks
-from hybrid.models.linear import DenseLinear, PackedLinear, ReorderedLinear, make_linear
+from hybrid.models.linear import (
+    DenseLinear,
+    PackedLinear,
+    ReorderedLinear,
+    StackedLinear,
+    make_linear,
+)
 
 O, I = 96, 128  # noqa: E741  (the shape letters of the glossary)
 
@@ -49,6 +55,26 @@ def test_stacked_layers_and_biases():
     fused = make_linear(parts, [bias[:O], bias[O:]])(x)
     alone = [make_linear([p], [b])(x) for p, b in zip(parts, bias.split([O, 32]), strict=True)]
     assert torch.equal(fused, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_shared_weights_stay_where_they_are(has_bias):
+    draw = torch.Generator().manual_seed(3)
+    weights = [torch.randn(rows, I, generator=draw) for rows in (O, 32, 32)]
+    biases = [torch.randn(len(w), generator=draw) if has_bias else None for w in weights]
+    layer, fused = make_linear(weights, biases, share=True), make_linear(weights, biases)
+    assert isinstance(layer, StackedLinear)
+    assert [p.weight.data_ptr() for p in layer.parts] == [w.data_ptr() for w in weights]
+    for rows in (1, 3, 20):
+        x = torch.randn(rows, I, generator=draw)
+        torch.testing.assert_close(layer(x), fused(x))
+    assert torch.equal(layer.dense(), fused.dense())
+    assert layer.nbytes == fused.nbytes
+    assert (layer.bias is None) == (fused.bias is None)
+    assert not has_bias or torch.equal(layer.bias, fused.bias)
+    # Nothing to stack, or blocks: as without sharing.
+    assert isinstance(make_linear(weights[:1], biases[:1], share=True), DenseLinear)
+    assert isinstance(make_linear([int4_blocks()], [None], share=True), PackedLinear)
 
 
 def test_a_mixture_of_kinds_is_dequantised():

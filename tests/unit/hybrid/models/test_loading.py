@@ -17,8 +17,10 @@ from torch import Tensor
 from hybrid.errors import ConfigError
 from hybrid.models.checkpoint import open_checkpoint
 from hybrid.models.families import spec_from_config
+from hybrid.models.linear import DenseLinear
 from hybrid.models.loading import load_model
 from hybrid.models.name_maps import LLADA, Renamed, canonical
+from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 
 
@@ -79,6 +81,30 @@ def test_dtype(dtype: str, expected: torch.dtype, tmp_path: Path) -> None:
     experts = backbone.layers[1].experts
     assert experts is not None
     assert experts._router.dense().dtype == torch.float32  # the choice is not rounded
+
+
+def test_exact_reaches_every_layer(tmp_path: Path) -> None:
+    """Of a model with experts, in the layout that a CPU decodes with."""
+    path = tiny_diffusion(tmp_path, "llada2")
+    for exact in (False, True):
+        backbone = load_model(path, device="cpu", dtype="bfloat16", exact=exact).backbone
+        assert isinstance(backbone, NativeBackbone)
+        assert backbone.exact is exact
+        experts = backbone.layers[1].experts
+        assert experts is not None
+        assert experts._is_exact is exact
+        layers: list[Any] = [x for y in backbone.layers for x in (y.qkv, y.o, y.gate_up, y.down)]
+        layers = [x for x in layers if x.nbytes]  # not the MLP of a layer that has experts alone
+        layers += [x for pair in experts.experts for x in pair]
+        assert {x._is_exact for x in (*layers, experts._router, backbone.head)} == {exact}
+
+
+def test_exact_is_refused_where_nothing_is_arranged(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "gpt2", tokenizer=False)
+    with pytest.raises(ConfigError, match=r"exact: it needs .* native backbone .* got .*gpt2"):
+        load_model(path, device="cpu", exact=True)
+    with pytest.raises(ConfigError, match="exact: got device meta, .* no kernels for meta"):
+        DenseLinear(torch.empty(2, 2, device="meta"), exact=True)
 
 
 class Counting(dict[str, Tensor]):

@@ -23,10 +23,10 @@ def build(spec: MoeSpec, seed: int, dtype: torch.dtype = torch.float32) -> tuple
 
     def linear(rows: int, width: int) -> DenseLinear:
         weight = torch.randn(rows, width, generator=generator) / width**0.5
-        return DenseLinear(weight.to(dtype), exact=True)
+        return DenseLinear(weight.to(dtype), steady=True)
 
     router = linear(spec.num_experts, WIDTH)
-    router = DenseLinear(router.dense().float(), exact=True)
+    router = DenseLinear(router.dense().float(), steady=True)
     bias = torch.randn(spec.num_experts, generator=generator) if spec.has_bias else None
     pairs = [(linear(2 * SIZE, WIDTH), linear(WIDTH, SIZE)) for _ in range(spec.num_experts)]
     return Experts(spec, router, bias, pairs), torch.randn(9, WIDTH, generator=generator).to(dtype)

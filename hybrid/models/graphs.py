@@ -1,0 +1,164 @@
+"""Passes recorded once and replayed: on a GPU a step is then a handful of launches, not a thousand.
+
+A record (a CUDA graph) is a fixed list of kernels on fixed addresses. So there is one per cache,
+plan and launch: which layers run (a draft's are an adapter's), who sees whom, how many rows and
+tokens, how far the longest row may reach. What differs from step to step is copied into the tensors
+that it was recorded with. Next: hybrid/cache/pool.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid.errors import KernelUnavailableError
+from hybrid.models.passes import Same
+from hybrid.protocols import ForwardOutput
+
+LIMIT = 128  # records that are kept
+KEY_RANGE = 512  # the least reach of a record: one range of keys of a narrow pass
+
+Pass = Callable[[Mapping[str, Tensor]], ForwardOutput]
+
+
+class Recorder(Protocol):
+    """Records a pass."""
+
+    def __call__(self, function: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+        """Return what runs `function` again, on the same tensors, and returns what it fills."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Record on `device`."""
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+        """Return what replays the graph.
+
+        Raises:
+            KernelUnavailableError: the pass does what a graph cannot.
+        """
+        with torch.cuda.device(self._device):
+            # Whatever is compiled, tuned or allocated at first use must not be in the record.
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                function()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool):
+                    out = function()
+            except RuntimeError as error:
+                raise KernelUnavailableError(
+                    f"CUDA graph: a pass cannot be recorded: {error} "
+                    "Set HYBRID_CUDA_GRAPHS=0 to run it kernel by kernel."
+                ) from error
+
+        def replay() -> ForwardOutput:
+            graph.replay()
+            return out
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A recorded pass, and the tensors that it reads."""
+
+    inputs: dict[str, Tensor]
+    replay: Callable[[], ForwardOutput]
+
+
+class Graphs:
+    """The records of one model, the least recently used dropped first."""
+
+    def __init__(self, recorder: Recorder, limit: int = LIMIT) -> None:
+        """Begin empty.
+
+        Args:
+            recorder: records a pass.
+            limit: most records that are kept.
+        """
+        self._recorder, self._limit = recorder, limit
+        # None: seen once. A shape that does not come again is not worth a record.
+        self._records: OrderedDict[tuple[Same, Hashable], _Record | None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return how many records there are."""
+        return sum(record is not None for record in self._records.values())
+
+    def run(
+        self, data: Tensor, key: Hashable, function: Pass, tensors: Mapping[str, Tensor]
+    ) -> ForwardOutput:
+        """Return `function(tensors)`, from the second time on recorded, then replayed.
+
+        Args:
+            data: of the cache.
+            key: passes of equal keys and shapes differ in what their tensors hold alone.
+            function: reads `data`, weights and its tensors, and nothing back from the device.
+            tensors: of this pass.
+
+        Returns:
+            Tensors that no later pass changes.
+        """
+        place = Same(data), (key, *((name, own.shape) for name, own in tensors.items()))
+        if place not in self._records:
+            self._keep(place, None)
+            return function(tensors)
+        record = self._records[place]
+        if record is None:
+            inputs = {name: tensor.clone() for name, tensor in tensors.items()}
+            record = _Record(inputs, self._recorder(lambda: function(inputs)))
+        else:
+            for name, tensor in tensors.items():
+                record.inputs[name].copy_(tensor)
+        self._keep(place, record)
+        return each_tensor(torch.clone, record.replay())
+
+    def forget(self, data: Tensor) -> None:
+        """Drop the records of a cache that is given up."""
+        for place in [p for p in self._records if p[0].part is data]:
+            del self._records[place]
+
+    def _keep(self, place: tuple[Same, Hashable], record: _Record | None) -> None:
+        self._records[place] = record
+        self._records.move_to_end(place)
+        while len(self._records) > self._limit:
+            self._records.popitem(last=False)
+
+
+def each_tensor(function: Callable[[Tensor], Tensor], out: ForwardOutput) -> ForwardOutput:
+    """Return an output with `function` of every tensor."""
+    return ForwardOutput(
+        None if out.logits is None else function(out.logits),
+        {layer: function(states) for layer, states in out.hidden.items()},
+        None if out.carried is None else function(out.carried),
+    )
+
+
+def batch_bucket(batch: int) -> int:
+    """Return the batch that a record has for `batch` rows: a power of two."""
+    return 1 << (batch - 1).bit_length()
+
+
+def reach_bucket(max_end: int, room: int) -> int:
+    """Return the positions that a record reaches to, for rows of up to `max_end`.
+
+    It decides how many programs are started, not what they compute: those without keys add nothing.
+
+    Args:
+        max_end: the most keys of a row.
+        room: positions of the cache.
+    """
+    return min(max(KEY_RANGE, 1 << (max_end - 1).bit_length()), room)

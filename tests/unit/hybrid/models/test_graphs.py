@@ -1,0 +1,253 @@
+"""A recorded pass gives what an ordinary one gives, whatever its numbers are.
+
+On a GPU these are CUDA graphs; elsewhere a stand-in that is as strict (tests/kernel_passes.py).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from unittest import mock
+
+import pytest
+import torch
+from kernel_passes import DEVICE, PASSES, StandIn, drafter, filled_cache, model, recording, run
+
+from hybrid import HybridDecoder
+from hybrid.attention.pattern import bidirectional, causal
+from hybrid.cache.pool import CachePool
+from hybrid.kernels import dispatch
+from hybrid.models.graphs import Graphs, batch_bucket, reach_bucket
+from hybrid.protocols import Entry, ForwardOutput
+from hybrid.types import Write
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+
+
+@pytest.fixture(autouse=True)
+def _on_kernels():
+    with dispatch.force(None, "triton"):
+        yield
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for what in ours:
+        assert torch.equal(ours[what].nan_to_num(9.0), theirs[what].nan_to_num(9.0)), what
+
+
+def steps(backbone, kind, calls, lengths=(9, 5, 7)):
+    """Run passes of one kind one after the other; each row's first new token is then committed."""
+    made = filled_cache(backbone, lengths)
+    for seed, rows in enumerate(calls):
+        yield run(backbone, made, kind, rows, seed)
+        for row in rows:
+            if kind != "refresh":
+                made.commit(row, 1)
+
+
+def check(kind, calls, name="mistral-window"):
+    """Run the calls recorded and not; return the twin that records."""
+    backbone, twin = model(name), recording(model(name))
+    for ours, theirs in zip(steps(twin, kind, calls), steps(backbone, kind, calls), strict=True):
+        assert_same(ours, theirs)
+    return twin
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PASSES if "carrying-" not in kind])
+def test_a_replay_equals_an_ordinary_pass(kind):
+    """Tokens, rows and lengths change between the replays."""
+    twin = check(kind, [(0,), (1,), (1,), (2,)])
+    assert len(twin.graphs) == 1
+
+
+@pytest.mark.parametrize("kind", ["verify", "ragged", "carrying"])
+def test_rows_that_fill_up_a_batch_touch_nothing(kind):
+    """Three rows run as four; when one has ended, its place is filled up."""
+    twin = recording(model("llama"))
+    made = filled_cache(twin, (9, 5, 7, 6))
+    found = [run(twin, made, kind, rows, seed) for seed, rows in enumerate([(0, 1, 2, 3)] * 2)]
+    kept = made.data.clone()
+    found.append(run(twin, made, kind, (3, 0, 2), 2))
+    assert len(twin.graphs) == 1
+    assert torch.equal(made.data[:, :, 1].nan_to_num(9.0), kept[:, :, 1].nan_to_num(9.0))
+    alone = filled_cache(twin, (9, 5, 7, 6))
+    assert_same(found[-1], run(model("llama"), alone, kind, (3, 0, 2), 2))
+
+
+def late(backbone, adapter, hidden, made):
+    """The last row of logits of a draft pass from given states, with an adapter or without."""
+    start, width = made.lengths[0], hidden.shape[1]
+    positions = torch.arange(start, start + width, device=DEVICE)[None]
+    pattern, entry = bidirectional([start], width), Entry(1, hidden, adapter)
+    out = backbone.forward(None, positions, pattern, made, [0], entry=entry, num_logits=1)
+    assert out.logits is not None
+    return out.logits
+
+
+def test_a_recorded_draft_runs_its_adapter_and_a_recorded_target_does_not():
+    """Of equal shapes: each has a record of its own, and follows its own weights."""
+    backbone, twin = model("llama"), recording(model("llama"))
+    adapter = drafter(twin)._adapter
+    made, other = filled_cache(twin, (9,)), filled_cache(backbone, (9,))
+    draw = torch.Generator().manual_seed(0)
+    for number in range(4):
+        hidden = torch.randn(1, 2, backbone.hidden_size, generator=draw).to(DEVICE)
+        if number == 3:
+            for layer in adapter.layers[1:]:  # what is recorded is their weights, not a copy
+                layer.qkv.b.weight.mul_(-3)
+        found = [late(twin, own, hidden, made) for own in (adapter, None)]
+        assert torch.equal(found[0], late(backbone, adapter, hidden, other))
+        assert torch.equal(found[1], late(backbone, None, hidden, other))
+        assert not torch.allclose(*found, atol=1e-2)
+    assert len(twin.graphs) == 2
+    for layer in adapter.layers[1:]:
+        layer.qkv.b.weight.div_(-3)
+
+
+def test_what_a_pass_returned_stays_as_it_was():
+    twin = recording(model("llama"))
+    made = filled_cache(twin)
+    found = [run(twin, made, "ar", (0,), seed) for seed in range(2)]
+    kept = [{what: tensor.clone() for what, tensor in own.items()} for own in found]
+    run(twin, made, "ar", (0,), 9)
+    for ours, before in zip(found, kept, strict=True):
+        assert_same(ours, before)
+
+
+def prompt(backbone):
+    made, ids = backbone.new_cache(1, 8), torch.zeros(1, 2, dtype=torch.long, device=DEVICE)
+    for start in (0, 2, 4):
+        positions = torch.arange(start, start + 2, device=DEVICE)[None]
+        backbone.forward(ids, positions, causal([start], 2), made, [0], write=Write.COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("llama", prompt),
+        ("llama-dynamic", lambda twin: list(steps(twin, "ar", [(0,)] * 3))),
+        ("llada2-partial-rotary-moe", lambda twin: list(steps(twin, "ar", [(0,)] * 3))),
+    ],
+    ids=["prefill", "dynamic-rope", "experts"],
+)
+def test_passes_that_are_not_recorded(name, calls):
+    twin = recording(model(name))
+    calls(twin)
+    assert len(twin.graphs) == 0
+
+
+# The shelf itself
+
+
+def output(tensors):
+    return ForwardOutput(tensors["x"] * 2)
+
+
+def test_the_least_recently_used_are_dropped():
+    recorder, data = StandIn(), torch.zeros(1)
+    graphs = Graphs(recorder, limit=2)
+
+    def call(key, value):
+        got = graphs.run(data, key, output, {"x": torch.tensor([value])}).logits
+        assert got.tolist() == [2 * value]
+
+    call("once", 1.0)
+    assert recorder.num_recorded == 0
+    for value in (1.0, 2.0, 3.0):
+        for key in "ab":
+            call(key, value)
+    assert (recorder.num_recorded, recorder.num_replayed, len(graphs)) == (2, 2, 2)
+    call("a", 4.0)
+    call("c", 4.0)  # in place of b
+    call("a", 5.0)
+    assert (recorder.num_recorded, len(graphs)) == (2, 1)
+    call("b", 5.0)
+    call("b", 6.0)
+    assert recorder.num_recorded == 3
+
+
+def test_another_shape_is_another_record():
+    graphs, data = Graphs(StandIn()), torch.zeros(1)
+    for width in (1, 2) * 3:
+        x = torch.rand(width)
+        assert torch.equal(graphs.run(data, "key", output, {"x": x}).logits, 2 * x)
+    assert len(graphs) == 2
+
+
+def test_records_belong_to_a_cache_and_go_with_it():
+    recorder = StandIn()
+    graphs, caches = Graphs(recorder), [torch.zeros(1), torch.zeros(1)]
+    for data in caches * 2:
+        graphs.run(data, "key", output, {"x": torch.ones(1)})
+    assert len(graphs) == 2
+    graphs.forget(caches[0])
+    assert len(graphs) == 1
+    graphs.run(caches[1], "key", output, {"x": torch.ones(1)})
+    assert (recorder.num_recorded, recorder.num_replayed) == (2, 1)
+
+
+MADE = filled_cache(model("llama"))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: bool(x.any()),
+        lambda x: x.nonzero(),
+        lambda x: torch.equal(x, x),
+        lambda x: MADE.lengths,
+    ],
+    ids=["item", "tolist", "bool", "nonzero", "equal", "lengths"],
+)
+def test_the_stand_in_is_strict(read):
+    def function():
+        read(torch.ones(2))
+        return ForwardOutput(None)
+
+    with pytest.raises(AssertionError, match="reads from the device|asks the host"):
+        StandIn()(function)
+
+
+@pytest.mark.parametrize(("batch", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16)])
+def test_batches_are_powers_of_two(batch, bucket):
+    assert batch_bucket(batch) == bucket
+
+
+def test_a_reach_is_a_power_of_two_and_fits_the_cache():
+    found = [reach_bucket(end, 3072) for end in (1, 512, 513, 1024, 2049, 3072)]
+    assert found == [512, 512, 1024, 1024, 3072, 3072]
+    assert reach_bucket(9, 48) == 48
+
+
+# From call to call
+
+
+def test_calls_share_caches_and_so_records():
+    """Whether a call ends, fails or is closed; calls at once have caches of their own."""
+    twin = recording(model("llama"))
+    twin.pool = CachePool(twin.graphs.forget)
+    decoder, request = HybridDecoder(twin), {"strategy": "ar", "max_new_tokens": 4}
+    expected = decoder.generate([3, 1], **request).token_ids
+    assert len(twin.graphs) == 1
+    stream = decoder.stream([3, 1], **request)
+    next(stream)
+
+    def fail(*args, **given):
+        raise ZeroDivisionError
+
+    with mock.patch.object(twin, "forward", fail), suppress(ZeroDivisionError):
+        decoder.generate([3, 1], **request)  # pytest.raises would keep the error, so the cache
+        pytest.fail("nothing was raised")
+    stream.close()
+    del stream
+    assert len(twin.pool._idle) == 2
+    assert decoder.generate([3, 1], **request).token_ids == expected
+    assert len(twin.graphs) == 1
+    streams = [decoder.stream([3, 1], **request) for _ in range(2)]
+    last = [None, None]
+    for events in zip(*streams, strict=True):
+        last = list(events)
+    assert [event.result.token_ids for event in last] == [expected] * 2
+    assert len(twin.graphs) == 2
