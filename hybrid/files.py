@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +37,40 @@ def replacing(path: Path) -> Iterator[Path]:
             f"{path} cannot be written: {error}. What was there before is intact: free some space "
             "or mend the folder, and run the same command again."
         ) from error
+
+
+@contextmanager
+def replacing_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield an empty folder; it becomes `path` if the block ends without an error.
+
+    Args:
+        path: what is written.
+        force: replace a folder that is there and not empty.
+
+    Raises:
+        ConfigError: `path` is there and not to be replaced.
+        CheckpointError: the disk is full or the place is not writable; `path` is as it was.
+    """
+    if not force and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"{path} is there already. Give another folder, or --force to replace it."
+        )
+    part: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        yield part
+        part.chmod(0o755)  # mkdtemp makes it private
+        if path.is_dir():
+            shutil.rmtree(path)
+        part.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error}. Free some space or give another folder."
+        ) from error
+    finally:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager

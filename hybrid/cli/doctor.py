@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import sys
+import textwrap
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from hybrid import __version__
+from hybrid.cli.doctor_pair import check_pair
 from hybrid.config import cache_dir, is_offline, state_dir
 
 EXAMPLES = """Examples:
@@ -19,6 +24,8 @@ EXAMPLES = """Examples:
   hybrid doctor
 
   hybrid doctor --json
+
+  hybrid doctor --target Qwen/Qwen3-8B --drafter run/dflash
 """
 
 _PACKAGES = ("torch", "transformers", "peft", "safetensors", "triton", "rich", "prompt_toolkit")
@@ -27,9 +34,33 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_
 
 
 def doctor(
+    target: Annotated[
+        str, typer.Option(help="With --drafter: the model that it drafts for.")
+    ] = "default",
+    drafter: Annotated[
+        Path | None, typer.Option(help="Check this drafter or adapter against the target instead.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="With --drafter: file of prompts to measure on.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="With --drafter: per answer.")
+    ] = 64,
+    device: Annotated[
+        str, typer.Option(help="With --drafter: auto, cpu, cuda or cuda:N.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check the installation. Exit code 0 when it can generate, 1 when it cannot."""
+    """Check the installation, or a drafter. Exit code 1 when something is wrong, else 0."""
+    if drafter is not None:
+        check_pair(
+            target,
+            drafter,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            device=device,
+            as_json=as_json,
+        )
     report = {
         "hybrid": __version__,
         "python": platform.python_version(),
@@ -47,7 +78,7 @@ def doctor(
     }
     problems = _problems(report)
     report["problems"] = problems
-    typer.echo(json.dumps(report) if as_json else _as_text(report))
+    typer.echo(json.dumps(report) if as_json else _as_text(report, _width()))
     raise typer.Exit(1 if problems else 0)
 
 
@@ -88,22 +119,57 @@ def _cpu_flags() -> list[str]:
     return [flag for flag in _CPU_FLAGS if flag in present]
 
 
-def _kernels() -> dict[str, str]:
-    """Return {operation: what runs it here, and why}."""
+def _kernels() -> dict[str, Any]:
+    """Return what passes on a CPU run, and what each operation of `kernels/` runs here and why.
+
+    Empty where torch cannot be imported.
+    """
     torch = _torch()
     if torch is None:
         return {}
-    has_int4 = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-    has_gpu = torch.cuda.is_available()
-    if _version("triton") is None:
-        triton = "not available: not installed"
-    else:
-        triton = "available" if has_gpu else "not available: no GPU"
+    from hybrid.kernels.dispatch import listing
+
     return {
-        "attention": "reference (torch scaled_dot_product_attention)",
-        "int4 linear": "torch int4pack" if has_int4 else "not available: use --dtype bfloat16",
-        "triton": triton,
+        "cpu": _cpu_kernels(torch),
+        "operations": {
+            name: {"implementation": implementation, "why": why}
+            for name, implementation, why in listing()
+        },
     }
+
+
+def _cpu_kernels(torch: Any) -> dict[str, str]:
+    """Return what a pass on a CPU runs, whether or not there is a GPU beside it."""
+    has_int4 = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+    return {
+        "attention": "torch scaled_dot_product_attention; token by token in AR and verify passes",
+        "float32 products": _dense(torch.float32),
+        "bfloat16 products": _dense(torch.bfloat16),
+        "int4 products": "torch int4pack" if has_int4 else "not available: use --dtype bfloat16",
+    }
+
+
+def _dense(dtype: Any) -> str:
+    import torch
+
+    try:
+        from hybrid.models.linear import ReorderedLinear
+    except ImportError as error:
+        return f"not available: {error}"
+    is_reordered = ReorderedLinear.runs(torch.device("cpu"), dtype)
+    return "oneDNN, weights reordered" if is_reordered else "torch linear"
+
+
+def _triton_problem(kernels: dict[str, Any]) -> str | None:
+    """Return why Triton cannot be imported although operations are to run on it."""
+    operations = kernels.get("operations", {}).values()
+    if all(operation["implementation"] != "triton" for operation in operations):
+        return None
+    try:
+        import_module("triton")
+    except Exception as error:  # noqa: BLE001  its libraries fail in ways of their own
+        return f"triton cannot be imported: {error}. Install it again, or use --device cpu."
+    return None
 
 
 def _is_writable(folder: Path) -> bool:
@@ -129,6 +195,8 @@ def _problems(report: dict[str, Any]) -> list[str]:
     problems = []
     if _torch() is None:
         problems.append("torch cannot be imported: install it with pip install torch.")
+    if triton := _triton_problem(report["kernels"]):
+        problems.append(triton)
     for name in ("transformers", "safetensors"):
         if report["packages"][name] is None:
             problems.append(f"{name} is not installed: pip install {name}.")
@@ -138,19 +206,48 @@ def _problems(report: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _as_text(report: dict[str, Any]) -> str:
+def _as_text(report: dict[str, Any], width: int) -> str:
+    """Return the report, in lines of at most `width` where words allow it."""
     lines = [f"hybrid {report['hybrid']}, Python {report['python']}, {report['system']}"]
-    for title in ("packages", "device", "kernels", "folders"):
-        lines += ["", f"{title}:"]
-        for name, value in report[title].items():
-            shown = ", ".join(value) if isinstance(value, list) else value
-            lines.append(f"  {name:<18}{'-' if shown in (None, '') else shown}")
+    kernels = report["kernels"]
+    operations = {
+        name: f"{operation['implementation']}: {operation['why']}"
+        for name, operation in kernels.get("operations", {}).items()
+    }
+    sections = {
+        "packages": report["packages"],
+        "device": report["device"],
+        "passes on a CPU": kernels.get("cpu", {}),
+        "operations of kernels/ (a pass on a CPU needs none)": operations,
+        "folders": report["folders"],
+    }
+    for title, values in sections.items():
+        lines += ["", f"{title}:", *(_line(name, value, width) for name, value in values.items())]
     lines += ["", "models:"]
     for name, model in report["models"].items():
         size = f"{model['num_bytes'] / 2**20:.0f} MiB"
-        lines.append(f"  {name:<18}{', '.join(model['precisions'])}; {size}; {model['path']}")
+        shown = f"{', '.join(model['precisions'])}; {size}; {model['path']}"
+        lines.append(_line(name, shown, width))
     if "default" not in report["models"]:
-        lines.append("  default           not fetched yet: hybrid models pull default")
+        lines.append(_line("default", "not fetched yet: hybrid models pull default", width))
     lines += ["", *(f"PROBLEM: {p}" for p in report["problems"] or []), ""]
     lines[-1] = "Not usable." if report["problems"] else "Ready."
     return "\n".join(lines)
+
+
+def _line(name: str, value: Any, width: int) -> str:
+    shown = ", ".join(value) if isinstance(value, list) else value
+    shown = "-" if shown in (None, "") else str(shown)
+    return textwrap.fill(
+        shown,
+        width,
+        initial_indent=f"  {name:<18}",
+        subsequent_indent=" " * 4,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _width() -> int:
+    """Return the columns of the terminal; what is piped is not wrapped."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000

@@ -28,6 +28,7 @@ COMMANDS = {
     "calibrate": "hybrid.cli.calibrate:calibrate",
     "data": "hybrid.cli.data:app",
     "train": "hybrid.cli.train:app",
+    "export": "hybrid.cli.export:export",
     "models": "hybrid.cli.models:app",
     "doctor": "hybrid.cli.doctor:doctor",
     "list": "hybrid.cli.listing:list_names",

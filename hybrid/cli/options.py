@@ -50,6 +50,9 @@ class ModelOptions:
     drafter: Annotated[str | None, _model("What proposes tokens; see hybrid list.")] = None
     verifier: Annotated[str, _model("What accepts tokens; see hybrid list.")] = "auto"
     num_draft_tokens: Annotated[int | None, _model("Tokens proposed per step.")] = None
+    exact: Annotated[
+        bool, _model("Logits have the same bits whatever shares a pass; slower.", "--exact")
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def test_model_flags_reach_the_loader(run, fake, monkeypatch) -> None:
 
     monkeypatch.setattr(options, "load_decoder", lambda o: seen.append(o) or fake.FakeDecoder())
     args = "--model m --device cpu --dtype float32 --drafter ngram --verifier block"
-    run("generate", "hi", *args.split(), "--num-draft-tokens", "5", "--adapter", "a")
-    assert seen == [options.ModelOptions("m", "cpu", "float32", "a", "ngram", "block", 5)]
+    run("generate", "hi", *args.split(), "--num-draft-tokens", "5", "--adapter", "a", "--exact")
+    assert seen == [options.ModelOptions("m", "cpu", "float32", "a", "ngram", "block", 5, True)]
 
 
 def test_a_hybrid_error_is_one_line_and_exit_code_1(run, fake, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from repository import ROOT
 
@@ -10,6 +11,7 @@ from hybrid import registry
 from hybrid.cli import doctor as doctor_module
 from hybrid.cli import listing
 from hybrid.config import parse_setting, spell_settings
+from hybrid.kernels import dispatch
 from hybrid.strategy import Strategy
 
 
@@ -24,9 +26,14 @@ def test_doctor_reports_this_machine(run, monkeypatch, tmp_path) -> None:
     assert report["device"]["threads"] == torch.get_num_threads()
     assert report["folders"]["cache"] == str(tmp_path / "cache")
     assert report["models"] == {}
-    assert set(report["kernels"]) == {"attention", "int4 linear", "triton"}
+    assert set(report["kernels"]["cpu"]) >= {"attention", "float32 products", "int4 products"}
+    assert report["kernels"]["operations"] == {
+        name: {"implementation": implementation, "why": why}
+        for name, implementation, why in dispatch.listing()
+    }
     code, out, _ = run("doctor")
     assert code == 0
+    assert all(f"  {name:<18}{where}: {why}\n" in out for name, where, why in dispatch.listing())
     assert "not fetched yet: hybrid models pull default" in out
     assert out.endswith("Ready.\n")
 
@@ -39,6 +46,45 @@ def test_doctor_says_what_is_missing(run, monkeypatch) -> None:
     assert "PROBLEM: torch cannot be imported" in out
     assert "PROBLEM: transformers is not installed" in out
     assert out.endswith("Not usable.\n")
+
+
+def test_doctor_survives_what_cannot_be_imported(run, monkeypatch) -> None:
+    """`None` in sys.modules makes an import fail, as a broken library does."""
+    monkeypatch.setattr(doctor_module, "_torch", lambda: None)
+    code, out, _ = run("doctor", "--json")
+    assert (code, json.loads(out)["kernels"]) == (1, {})
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "hybrid.models.linear", None)
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "float32 products  not available: import of hybrid.models.linear halted" in out
+
+
+def test_doctor_finds_a_triton_that_is_broken(run, monkeypatch) -> None:
+    """It is found, so a GPU's operations are to run on it, and then it cannot be imported."""
+    lines = [("verify", "triton", "compiled for this GPU"), ("sample", "reference", "no GPU")]
+    monkeypatch.setattr(dispatch, "listing", lambda: lines)
+    assert run("doctor")[0] == 0
+    monkeypatch.setitem(sys.modules, "triton", None)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "PROBLEM: triton cannot be imported: " in out
+    assert "verify            triton: compiled for this GPU" in out
+    monkeypatch.setattr(dispatch, "listing", lambda: lines[1:])
+    assert run("doctor")[0] == 0, "nothing is to run on it"
+
+
+def test_doctor_fits_a_narrow_terminal(run, monkeypatch) -> None:
+    why = "the GPU has compute capability 7.5, the kernels need 8.0"
+    monkeypatch.setattr(dispatch, "listing", lambda: [("verify", "reference", why)])
+    _, whole, _ = run("doctor")
+    assert f"verify            reference: {why}" in whole, "what is piped is not wrapped"
+    monkeypatch.setattr(doctor_module, "_width", lambda: 40)
+    _, out, _ = run("doctor")
+    assert out.split() == whole.split()
+    operations = out[out.index("operations of") : out.index("folders:")].splitlines()[1:]
+    assert len(operations) > 2
+    assert max(map(len, operations)) <= 40
 
 
 def test_doctor_wants_a_writable_cache(run, monkeypatch, tmp_path) -> None:

@@ -1,0 +1,1 @@
+"""Drafters and adapters as other engines load them, and the commands that serve them."""
