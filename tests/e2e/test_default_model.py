@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bits import decode_alone, decode_together
 
 from hybrid import HybridDecoder
 from hybrid.attention.pattern import causal
 from hybrid.bench.prompts import PROMPTS
 from hybrid.models.reference import TransformersReference
 from hybrid.models.store import resolve
+from hybrid.strategy import Strategy
 from hybrid.types import Write
 
 pytestmark = pytest.mark.default_model
@@ -85,3 +87,22 @@ def test_a_batch_gives_each_prompt_its_own_answer(int4):
     together = int4.generate(prompts, max_new_tokens=24, logprobs=0)
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     assert [r.logprobs for r in together] == [r.logprobs for r in alone]
+
+
+@pytest.mark.slow
+def test_exact_bfloat16_has_no_differing_bit_in_20_prompts():
+    """Verified in batches, with slots of the next draft and without, against one by one."""
+    model = HybridDecoder.from_pretrained("default", dtype="bfloat16", exact=True)
+    prompts = [chat(model, text) for text in PROMPTS[:20]]
+    assert len(prompts) == 20
+    widths: set[int] = set()
+    for mode, first, last in (("two-pass", 0, 7), ("fused", 7, 14), ("one-pass", 14, 20)):
+        batch = prompts[first:last]
+        texts, logits = decode_alone(model, batch, max_new_tokens=8)
+        strategy = Strategy.preset("speculative", mode=mode)
+        differing, wide = decode_together(
+            model, batch, texts, logits, strategy=strategy, max_new_tokens=8
+        )
+        assert differing == 0, mode
+        widths |= wide
+    assert len(widths) > 1

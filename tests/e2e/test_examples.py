@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_pairs import DRAFTER, TARGET
 from fakes import decoder, random_prompts, tiny_backbone
 from repository import ROOT
 
@@ -20,6 +21,7 @@ from hybrid.decode.reference import reference_greedy
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.params import SamplingParams
 from hybrid.protocols import Drafter, DraftState, Verifier
+from hybrid.streams import RandomStream
 from hybrid.types import Mode, Plan, Proposal, SequenceState
 from hybrid.verifiers.greedy import GreedyVerifier
 
@@ -52,8 +54,9 @@ def _part(name: str, attribute: str) -> Any:
     return runpy.run_path(str(FOLDER / name))[attribute]
 
 
-def test_there_are_five() -> None:
-    assert [path.name[:3] for path in EXAMPLES] == ["01_", "02_", "03_", "04_", "05_"]
+def test_they_are_numbered() -> None:
+    numbers = [f"{number:02}_" for number in range(1, len(EXAMPLES) + 1)]
+    assert [path.name[:3] for path in EXAMPLES] == numbers
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
@@ -108,7 +111,7 @@ def test_the_drafter_follows_the_last_occurrence() -> None:
     drafter = _part("03_write_a_drafter.py", "BigramDrafter")()
     texts = [[3, 7, 9, 3, 8, 9, 11, 3], [1, 2], [4, 4]]
     rows = [
-        SequenceState(i, tokens, 1, SamplingParams(), torch.Generator())
+        SequenceState(i, tokens, 1, SamplingParams(), RandomStream(0))
         for i, tokens in enumerate(texts)
     ]
     state = DraftState(rows, tiny_backbone().new_cache(3, 1), {})
@@ -133,11 +136,27 @@ def test_the_narrowest_lenient_verifier_is_greedy() -> None:
     agree = torch.rand(5, 3, generator=generator) < 0.5
     tokens = torch.where(agree, logits[:, :3].argmax(-1), drafted)
     proposal = Proposal(tokens, (3, 0, 2, 3, 1))
-    rows = [SamplingParams()] * 5, [torch.Generator()] * 5
+    rows = [SamplingParams()] * 5, [RandomStream(0)] * 5
     greedy = GreedyVerifier().verify(logits, proposal, *rows)
     assert lenient(1).verify(logits, proposal, *rows) == greedy
     assert any(greedy.num_accepted)
     assert lenient(6).verify(logits, proposal, *rows).num_accepted == proposal.num_tokens
+
+
+def test_generate_of_transformers_says_the_same(run: Run) -> None:
+    out = run("07_transformers_generate.py")
+    assert "same tokens: True" in out
+    assert "drafted tokens accepted" in out
+    assert "1 2 3 1 2 3 1 2" in out
+
+
+def test_a_drafter_for_vllm_is_sound(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYBRID_VLLM_PYTHON", raising=False)
+    pair = ("--model", str(TARGET), "--drafter", str(DRAFTER))
+    out = run("08_serve_in_vllm.py", *pair, "--max-new-tokens", "16")
+    assert out.startswith("vllm serve ")
+    assert "problem" not in out
+    assert "transformers 5" in out
 
 
 def test_training_writes_an_adapter_that_drafts(
@@ -153,3 +172,10 @@ def test_training_writes_an_adapter_that_drafts(
     assert result.stats.num_draft_forwards > 0
     expected = trained.generate("2 and 3", strategy="ar", max_new_tokens=16)
     assert result.token_ids == expected.token_ids
+
+
+def test_lm_eval_scores_strategies_alike(run: Run) -> None:
+    lines = run("06_lm_eval.py", "--limit", "2").splitlines()
+    first, second = lines.index("strategy ar"), lines.index("strategy speculative")
+    assert lines[first + 1 : first + 3] == lines[second + 1 : second + 3]
+    assert lines[first + 3] == "tokens per forward 1.00"

@@ -52,6 +52,7 @@ def test_data_files_are_in_the_wheel(installed: Installed) -> None:
     names = set(zipfile.ZipFile(installed.wheel).namelist())
     data = {"hybrid/py.typed"}
     data |= {n for n in _source_files("*.*") if n.startswith("hybrid/adapters/")}
+    data |= _source_files("*.yaml").keys() | _source_files("*.jsonl").keys()
     assert data <= names
     assert any(n.endswith("dist-info/licenses/LICENSE") for n in names)
 

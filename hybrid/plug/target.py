@@ -1,0 +1,62 @@
+"""Which backbone decodes for a model of transformers, over that model's own tensors.
+
+The native backbone where it computes what the model's own code computes: it runs a batch at once,
+and diffusion drafts need it. The model itself everywhere else. Next: hybrid/plug/rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from transformers import PreTrainedModel
+
+from hybrid.errors import CheckpointError
+from hybrid.models.families import spec_from_config, why_not_native
+from hybrid.models.hf import HFBackbone
+from hybrid.models.transformer import NativeBackbone
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def backbone_of(model: PreTrainedModel) -> tuple[NativeBackbone | HFBackbone, str | None]:
+    """Return the backbone of a model, and why it is not the native one, None if it is.
+
+    The model keeps its tensors, its mode and its code; no weight is copied.
+
+    Raises:
+        ConfigError: its forward takes no cache.
+    """
+    reason = _why_not_native(model)
+    if reason is None:
+        try:
+            spec = spec_from_config(model.config.to_dict())
+            weights = dict(model.state_dict())
+            return NativeBackbone(
+                spec, weights, device=model.device, dtype=model.dtype, share=True
+            ), None
+        except CheckpointError as error:  # tensors by other names, or of other shapes
+            reason = str(error)
+    modes = [(module, module.training) for module in model.modules()]
+    backbone = HFBackbone(model)
+    for module, mode in modes:
+        module.training = mode
+    return backbone, reason
+
+
+def state_of(model: PreTrainedModel) -> Hashable:
+    """Return what a backbone is built from: another value asks for another one."""
+    return _why_not_native(model), tuple(weight.data_ptr() for weight in model.parameters())
+
+
+def _why_not_native(model: PreTrainedModel) -> str | None:
+    """Return what the native backbone would not do that the model's own code does."""
+    if not type(model).__module__.startswith("transformers.models."):
+        return f"{type(model).__name__} is not a class of transformers"
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return f"{name or type(model).__name__} has a hook or a forward of its own"
+    places = {(weight.device, weight.dtype) for weight in model.parameters()}
+    if len(places) != 1 or model.device.type == "meta" or model.dtype not in _DTYPES:
+        return "its weights are not of one dense dtype on one device"
+    return why_not_native(model.config.to_dict())
