@@ -64,31 +64,38 @@ def judge_draft(
         ConfigError: the target's logits are no law.
         ProposalError: draft_probs gives 0 to a token that was drafted.
     """
-    rows, unverified = range(len(routes)), [route.num_unverified for route in routes]
+    unverified = [route.num_unverified for route in routes]
     logits = transform(engine, logits, proposal)
+    wanted = {"drafted": proposal.tokens}
+    for name in CERTAINTY:
+        if (own := getattr(proposed, name)) is not None:
+            wanted[name] = own
     if any(unverified):
         verdict = _verify_behind(engine, logits, proposal, unverified)
+        for b, (row, count) in enumerate(zip(engine.rows, unverified, strict=True)):
+            wanted[f"doubts {b}"] = _doubts(logits[b], proposal, b, count, row)
     else:
         verdict = verify(engine, logits, proposal)
-    wanted = {"drafted": proposal.tokens}
-    wanted |= {n: own for n in CERTAINTY if (own := getattr(proposed, n)) is not None}
-    for b in rows:
-        if unverified[b]:
-            wanted[f"doubts {b}"] = _doubts(logits[b], proposal, b, unverified[b], engine.rows[b])
     if isinstance(verdict, DeviceVerdict):
         wanted |= {"accepted": verdict.num_accepted, "next": verdict.next_token}
     if engine.router.wants_features:
         wanted["entropy behind"] = entropy(_behind(logits, verdict.num_accepted, unverified))
-    found = read(wanted)
+    found, nothing = read(wanted), [None] * len(routes)
     if isinstance(verdict, DeviceVerdict):
         verdict = _checked(found["accepted"], found["next"])
-    pairs = zip(unverified, verdict.num_accepted, strict=True)
+    doubts: tuple[tuple[float, ...], ...] = ((),) * len(routes)
+    if any(unverified):
+        accepted = (u + n for u, n in zip(unverified, verdict.num_accepted, strict=True))
+        verdict = Verdict(tuple(accepted), verdict.next_token)
+        doubts = tuple(tuple(found[f"doubts {b}"]) for b in range(len(routes)))
     return Judgement(
-        Verdict(tuple(u + n for u, n in pairs), verdict.next_token),
-        tuple(tuple(found["drafted"][b][: proposal.num_tokens[b]]) for b in rows),
+        verdict,
+        tuple(
+            [tuple(ids[:n]) for ids, n in zip(found["drafted"], proposal.num_tokens, strict=True)]
+        ),
         {name: found[name] for name in CERTAINTY if name in found},
-        tuple(tuple(found.get(f"doubts {b}", ())) for b in rows),
-        tuple(found.get("entropy behind", [None] * len(routes))),
+        doubts,
+        tuple(found.get("entropy behind", nothing)),
     )
 
 

@@ -130,5 +130,5 @@ def _inputs(
 ) -> tuple[Tensor, Tensor]:
     anchors = send([[row.anchor] for row in rows], device)
     inputs = torch.cat([anchors, proposal.tokens.to(device, non_blocking=True)], dim=1)
-    starts = send([[row.cached_len] for row in rows], device)
-    return inputs, starts + torch.arange(inputs.shape[1], device=device)
+    width = inputs.shape[1]
+    return inputs, send([range(n, n + width) for n in (row.cached_len for row in rows)], device)
