@@ -19,6 +19,7 @@ from hybrid.drafters.ngram import find_continuation
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.models.adapter import DiffusionAdapter
 from hybrid.protocols import Backbone, DraftState
+from hybrid.transfer import send, take_rows
 from hybrid.types import Plan, Proposal, RowStep, SequenceState, StepRecord
 
 # How often a copied token was right by the length of the match, 1 to 6: greedy answers of the
@@ -127,7 +128,7 @@ class CombinedDrafter:
         ]
         drafted = empty_proposal(0)
         if wanting:
-            hidden = {layer: values[wanting] for layer, values in state.hidden.items()}
+            hidden = take_rows(state.hidden, wanting)
             some = replace(state, rows=[rows[b] for b in wanting], hidden=hidden)
             drafted = self._diffusion.draft(some, plan)
         self._copies = {row.row: copy for row, copy in zip(rows, copies, strict=True)}
@@ -217,9 +218,9 @@ def _merge(copies: Sequence[list[int]], wanting: Sequence[int], drafted: Proposa
     for b, count, first in zip(wanting, drafted.num_tokens, firsts, strict=True):
         num_tokens[b], first_slot[b] = count, first
     num_slots, device = drafted.tokens.shape[1], drafted.tokens.device
-    width, slotted = max(num_slots, *num_tokens), torch.tensor(wanting, dtype=torch.long)
+    width, slotted = max(num_slots, *num_tokens), send(wanting, device)
     padded = [draft + [0] * (width - len(draft)) for draft in drafts]
-    tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(drafts), width)
+    tokens = send(padded, device).view(len(drafts), width)
     tokens[slotted, :num_slots] = drafted.tokens
 
     def spread(values: Tensor | None) -> Tensor | None:

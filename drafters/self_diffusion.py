@@ -25,7 +25,7 @@ from hybrid.models.adapter import DiffusionAdapter, own_drafts
 from hybrid.models.draft_input import MASKED, noise, reveal, reveal_sure
 from hybrid.protocols import Backbone, DraftState, Entry
 from hybrid.sampling import argmax, certainty
-from hybrid.transfer import send
+from hybrid.transfer import send, take_rows
 from hybrid.types import Plan, Proposal, SequenceState, StepRecord
 
 
@@ -98,11 +98,13 @@ class SelfDiffusionDrafter:
         count = min(plan.num_draft_tokens, self.max_draft_tokens)
         carried = [state.slots.get(row.row) for row in rows]
         fresh = [b for b, own in enumerate(carried) if own is None]
-        known = torch.full((len(rows), count), MASKED, device=self._backbone.device)
+        device = self._backbone.device
+        known = torch.full((len(rows), count), MASKED, device=device)
         num_passes = 0
         if fresh:
             some = state if len(fresh) == len(rows) else _only(state, fresh)
-            slots, known[fresh], num_passes = self._fill(some, known[fresh])
+            slots, told, num_passes = self._fill(some, known[: len(fresh)])
+            known = known.index_copy(0, send(fresh, device), told)
         if len(fresh) < len(rows):
             slots = _beside(slots if fresh else None, fresh, carried, known)
         limits = [count if own is None else min(count, len(own.hidden)) for own in carried]
@@ -313,7 +315,7 @@ class SelfDiffusionDrafter:
 
 def _only(state: DraftState, some: Sequence[int]) -> DraftState:
     """Return the state of some of its rows, none of which has carried slots."""
-    hidden = {layer: values[list(some)] for layer, values in state.hidden.items()}
+    hidden = take_rows(state.hidden, some)
     return DraftState([state.rows[b] for b in some], state.cache, hidden)
 
 
@@ -324,7 +326,7 @@ def _beside(
     like = next(own.hidden for own in carried if own is not None)
     slots = like.new_zeros(*known.shape, like.shape[1])
     if filled is not None:
-        slots[list(fresh)] = filled
+        slots.index_copy_(0, send(fresh, slots.device), filled)
     for b, own in enumerate(carried):
         if own is not None:
             count = min(len(own.hidden), known.shape[1])

@@ -223,7 +223,7 @@ def draw(
     laws = probs(processed) if laws is None else laws
     rows = zip(processed, laws, numbers.tolist(), is_greedy, strict=True)
     tokens = [int(argmax(row)) if greedy else inverse_cdf(law, u) for row, law, u, greedy in rows]
-    return torch.tensor(tokens, device=processed.device)
+    return torch.tensor(tokens, dtype=torch.long, device=processed.device)
 
 
 def inverse_cdf(weights: Tensor, u: float) -> int:

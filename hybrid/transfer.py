@@ -48,6 +48,14 @@ def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
+def take_rows(tensors: Mapping[int, Tensor], rows: Sequence[int]) -> dict[int, Tensor]:
+    """Return some rows of tensors [B, ...] by name, without the wait of `tensor[rows]`.
+
+    An index that is a list crosses to the device as other numbers do, but blocks until it is there.
+    """
+    return {name: t.index_select(0, send(rows, t.device)) for name, t in tensors.items()}
+
+
 def read(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """Return tensors as (nested) lists; all that lie on one device come in one transfer.
 

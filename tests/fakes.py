@@ -206,7 +206,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def tiny_backbone(
-    family: str = "llama", dtype: torch.dtype = torch.float32, vocab_size: int = 64, **fields: Any
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int = 64,
+    device: str = "cpu",
+    **fields: Any,
 ) -> NativeBackbone:
     """Return a random model without a tokenizer and without EOS."""
     kind, own = FAMILIES[family]
@@ -215,7 +219,8 @@ def tiny_backbone(
             folder, kind, vocab_size=vocab_size, tokenizer=False, **{**own, **fields}
         )
         checkpoint = open_checkpoint(path)
-        return NativeBackbone(spec_from_config(checkpoint.config), checkpoint.tensors, dtype=dtype)
+        spec = spec_from_config(checkpoint.config)
+        return NativeBackbone(spec, checkpoint.tensors, dtype=dtype, device=device)
 
 
 def with_eos(backbone: NativeBackbone, *eos_token_ids: int) -> NativeBackbone:

@@ -74,7 +74,9 @@ def model(
         weights = Renamed(checkpoint.tensors, FAMILIES[spec.family].names)
         # What cuBLAS makes of a row depends on the rows beside it.
         exact = device.type == "cuda" and dtype != torch.float64
-        return NativeBackbone(spec, weights, dtype=dtype, device=device, exact=exact)
+        made = NativeBackbone(spec, weights, dtype=dtype, device=device, exact=exact)
+        made.graphs = None  # `recording` alone records
+        return made
 
 
 def filled_cache(backbone: NativeBackbone, lengths: tuple[int, ...] = LENGTHS) -> KVCache:

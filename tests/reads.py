@@ -2,7 +2,8 @@
 
 Where the device decides, values reach the host through `hybrid.transfer.read` alone. Here that is
 counted, and every other look at a tensor's values is a stray: `tolist`, `item`, `bool`, an
-operation whose result has a size that follows from values.
+operation whose result has a size that follows from values. So is what waits for the device until
+numbers have reached it: an index that is a list, `torch.tensor` with a device.
 """
 
 from __future__ import annotations
@@ -97,6 +98,24 @@ def counting(*hosts: tuple[Any, str]) -> Iterator[Reads]:
         for owner, name in ((on_device, "verify"), *hosts):
             quiet = reads.allowed(getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, quiet))
+        for name in ("__getitem__", "__setitem__"):
+            plain = getattr(torch.Tensor, name)
+
+            def index(self: Any, where: Any, *value: Any, plain: Any = plain) -> Any:
+                parts = where if isinstance(where, tuple) else (where,)
+                if any(isinstance(part, (list, range)) for part in parts):
+                    reads.see("index of a list")
+                return plain(self, where, *value)
+
+            stack.enter_context(mock.patch.object(torch.Tensor, name, index))
+        make = torch.tensor
+
+        def tensor(*args: Any, **given: Any) -> Any:
+            if given.get("device") is not None:
+                reads.see("tensor on a device")
+            return make(*args, **given)
+
+        stack.enter_context(mock.patch.object(torch, "tensor", tensor))
         for name in LOOKS:
             plain = getattr(torch.Tensor, name)
 

@@ -23,7 +23,8 @@ from hybrid.decoder import HybridDecoder
 from hybrid.models.transformer import NativeBackbone
 from hybrid.sampling import argmax
 from hybrid.strategy import Strategy
-from hybrid.types import Verdict, Write
+from hybrid.transfer import DeviceVerdict, send
+from hybrid.types import Write
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 NUM_DRAFTED = NUM_SLOTS - 1  # of a carried group the first slot falls to the target
@@ -47,7 +48,7 @@ DRY_SCALE = Scale(24, 4, 2, (1, 3), (1, 8))
 
 
 class ForcedVerifier:
-    """Accepts a fixed number of tokens, whatever they are; reads the device as greedy does."""
+    """Accepts a fixed number of tokens, whatever they are; as the greedy one it reads nothing."""
 
     name = "forced"
     lossless = False
@@ -56,12 +57,11 @@ class ForcedVerifier:
         """Take the number."""
         self.num_accepted = num_accepted
 
-    def verify(self, target_logits: Any, proposal: Any, *_: Any) -> Verdict:
+    def verify(self, target_logits: Any, proposal: Any, *_: Any) -> DeviceVerdict:
         """Accept them where as many were drafted, and go on with the target's argmax."""
-        choices = argmax(target_logits).tolist()  # host sync
-        counts = [min(self.num_accepted, n) for n in proposal.num_tokens]
-        chosen = (row[n] for row, n in zip(choices, counts, strict=True))
-        return Verdict(tuple(counts), tuple(chosen))
+        choices = argmax(target_logits)  # [B, K+1]
+        counts = send([min(self.num_accepted, n) for n in proposal.num_tokens], choices.device)
+        return DeviceVerdict(counts, choices.gather(1, counts[:, None])[:, 0])
 
 
 def run(session: Session) -> None:

@@ -17,7 +17,7 @@ from hybrid.carried import Carried, KeptSlots
 from hybrid.decode.fallback import cut, draft_or_nothing, empty_proposal
 from hybrid.errors import ConfigError
 from hybrid.protocols import DraftState
-from hybrid.transfer import decides_on_device, read, send
+from hybrid.transfer import decides_on_device, read, send, take_rows
 from hybrid.types import CERTAINTY, Plan, Proposal, Route
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def draft_rows(engine: Engine, plans: Sequence[Plan]) -> Proposal:
         return empty_proposal(len(rows))
     hidden = engine.hidden
     if len(wanting) < len(rows):
-        hidden = {layer: values[wanting] for layer, values in hidden.items()}
+        hidden = take_rows(hidden, wanting)
     state = DraftState(
         [rows[b] for b in wanting], engine.cache, hidden, slots, engine.router.wants_features
     )

@@ -40,7 +40,10 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         """Record on `device`."""
         self._device = device
+        # Of its own: torch's is on the device that was current when the first graph was made.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._last: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, function: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
         """Return what replays the graph.
@@ -50,20 +53,21 @@ class CudaRecorder:
         """
         with torch.cuda.device(self._device):
             # Whatever is compiled, tuned or allocated at first use must not be in the record.
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                function()
-            torch.cuda.current_stream().wait_stream(side)
+            function()
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=self._pool):
+                # What other threads ask of the device meanwhile is no error of this one's.
+                with torch.cuda.graph(
+                    graph, self._pool, self._stream, capture_error_mode="thread_local"
+                ):
                     out = function()
             except RuntimeError as error:
                 raise KernelUnavailableError(
                     f"CUDA graph: a pass cannot be recorded: {error} "
                     "Set HYBRID_CUDA_GRAPHS=0 to run it kernel by kernel."
                 ) from error
+        # A pool whose graphs are all gone takes no other graph, so the last one stays.
+        self._last = graph
 
         def replay() -> ForwardOutput:
             graph.replay()

@@ -24,6 +24,7 @@ from hybrid.kernels.alloc import empty
 from hybrid.kernels.aot import AotCase
 from hybrid.kernels.checks import require, require_dtype, require_tensor
 from hybrid.kernels.hybrid_attention.visible import Visible
+from hybrid.kernels.launch import launch
 
 SPLIT_KEYS = 512  # positions of one range
 NARROW = 32  # tokens of the widest pass whose keys are divided into ranges
@@ -283,8 +284,8 @@ def hybrid_attention_triton(
         triton.cdiv(num_tokens * (num_heads // num_groups), config.kwargs["BLOCK_M"]),
         batch * num_groups,
     )
-    _hybrid_attention_kernel[(*grid, num_splits)](
-        query, key, value, out, partial, stats,
+    launch(
+        _hybrid_attention_kernel, (*grid, num_splits), query, key, value, out, partial, stats,
         visible.prefix, visible.start, visible.positions, visible.table, bits,
         num_tokens, visible.num_local, num_splits, window or 0,
         log2e if softcap else scale * log2e,
@@ -294,13 +295,13 @@ def hybrid_attention_triton(
         G=num_groups, R=num_heads // num_groups, D=head_dim, BLOCK_D=block_d,
         SPLIT_KEYS=split_keys, PAGE_SIZE=key.shape[2] if visible.is_paged else 0,
         KIND=visible.kind, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        UPCAST=_upcast(query.dtype), enable_fp_fusion=False, **config.all_kwargs(),
+        UPCAST=_upcast(query.dtype), enable_fp_fusion=False, configs=[config], key=(),
     )  # fmt: skip
     if split_keys:
-        _combine_kernel[(rows, batch)](
-            partial, stats, out, visible.start, num_tokens, visible.num_local, num_splits,
-            H=num_heads, D=head_dim, BLOCK_D=block_d, SPLIT_KEYS=SPLIT_KEYS,
-            enable_fp_fusion=False, **COMBINE.all_kwargs(),
+        launch(
+            _combine_kernel, (rows, batch), partial, stats, out, visible.start, num_tokens,
+            visible.num_local, num_splits, H=num_heads, D=head_dim, BLOCK_D=block_d,
+            SPLIT_KEYS=SPLIT_KEYS, enable_fp_fusion=False, configs=[COMBINE], key=(),
         )  # fmt: skip
     return out
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from repository import ROOT
 
 from hybrid.errors import ConfigError, KernelUnavailableError
 from hybrid.kernels import dispatch
@@ -162,6 +163,14 @@ def test_a_kernel_starts_on_the_gpu_of_its_tensors(monkeypatch):
     assert entered == [torch.device("cuda", 1), "left"]
     launch(kernel, (1,), 7, torch.zeros(1), configs=configs, key=())
     assert len(entered) == 2, "there is nothing to choose on a CPU"
+
+
+def test_every_kernel_is_started_so():
+    """Brackets behind a kernel would start it on the current GPU."""
+    for op in dispatch.operations():
+        text = (ROOT / "kernels" / op / "triton.py").read_text(encoding="utf-8")
+        assert "launch(" in text, op
+        assert "_kernel[" not in text, op
 
 
 def test_with_a_driver_the_fastest_is(monkeypatch):

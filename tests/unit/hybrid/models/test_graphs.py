@@ -5,7 +5,9 @@ On a GPU these are CUDA graphs; elsewhere a stand-in that is as strict (tests/ke
 
 from __future__ import annotations
 
-from contextlib import suppress
+import gc
+import weakref
+from contextlib import contextmanager, nullcontext, suppress
 from unittest import mock
 
 import pytest
@@ -16,7 +18,7 @@ from hybrid import HybridDecoder
 from hybrid.attention.pattern import bidirectional, causal
 from hybrid.cache.pool import CachePool
 from hybrid.kernels import dispatch
-from hybrid.models.graphs import Graphs, batch_bucket, reach_bucket
+from hybrid.models.graphs import CudaRecorder, Graphs, batch_bucket, reach_bucket
 from hybrid.protocols import Entry, ForwardOutput
 from hybrid.types import Write
 
@@ -184,6 +186,65 @@ def test_records_belong_to_a_cache_and_go_with_it():
     assert len(graphs) == 1
     graphs.run(caches[1], "key", output, {"x": torch.ones(1)})
     assert (recorder.num_recorded, recorder.num_replayed) == (2, 1)
+
+
+# CUDA's recorder
+
+
+class Pools:
+    """Stands in for torch.cuda, whose pools of memory take no graph when theirs are all gone."""
+
+    def __init__(self, monkeypatch):
+        self.graphs, self.streams, self.num_pools = [], [], 0
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream on {device}")
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.handle)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: mock.Mock())
+        monkeypatch.setattr(torch.cuda, "graph", self.record)
+
+    def handle(self):
+        self.num_pools += 1
+        return self.num_pools
+
+    @contextmanager
+    def record(self, graph, pool, stream, capture_error_mode):
+        alive = [own for own in self.graphs if own() is not None]
+        assert alive or not self.graphs, "the pool has been given up"
+        self.graphs, self.streams = [*alive, weakref.ref(graph)], [*self.streams, stream]
+        yield
+
+
+def test_when_all_records_are_dropped_others_can_be_made(monkeypatch):
+    pools, calls = Pools(monkeypatch), []
+    graphs = Graphs(CudaRecorder(torch.device("cuda", 1)))
+
+    def function(tensors):
+        calls.append(len(pools.graphs))
+        return output(tensors)
+
+    for _ in range(3):
+        data = torch.zeros(1)
+        for _ in range(3):
+            graphs.run(data, "key", function, {"x": torch.ones(1)})
+        graphs.forget(data)
+        assert len(graphs) == 0
+        gc.collect()
+    assert pools.num_pools == 1
+    assert set(pools.streams) == {"stream on cuda:1"}
+    # As it is, once more before it is recorded, recorded; a replay does not call it.
+    assert len(calls) == 3 * 3
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_when_all_cuda_graphs_are_dropped_others_can_be_made():
+    """A product leaves its workspace in the pool, which is then not simply made anew."""
+    graphs, x = Graphs(CudaRecorder(DEVICE)), torch.rand(64, 64, device=DEVICE)
+    for _ in range(3):
+        data = torch.zeros(1, device=DEVICE)
+        for _ in range(3):
+            got = graphs.run(data, "key", lambda t: ForwardOutput(t["x"] @ t["x"]), {"x": x})
+            torch.testing.assert_close(got.logits, x @ x)
+        graphs.forget(data)
 
 
 MADE = filled_cache(model("llama"))
