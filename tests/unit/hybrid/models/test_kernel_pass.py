@@ -20,6 +20,8 @@ from hybrid.models.linear import DenseLinear
 from hybrid.params import SamplingParams
 from hybrid.types import Mode, Write
 
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+
 PROMPTS = random_prompts(5, 2, vocab_size=6)
 OPERATIONS = ("rms_norm", "qkv_rope_append", "hybrid_attention", "swiglu")
 
