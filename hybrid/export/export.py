@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybrid.errors import ConfigError, did_you_mean
+from hybrid.errors import ConfigError, HybridError, did_you_mean
 from hybrid.export import serving
 from hybrid.export.layouts import save_speculators, save_transformers
 from hybrid.files import replacing_folder
 from hybrid.models.checkpoint import open_checkpoint, read_json
-from hybrid.models.dflash_files import load_dflash, save_dflash
+from hybrid.models.dflash_files import dflash_spec, load_dflash, save_dflash
 from hybrid.models.draft_config import DraftConfig, read_adapter
 from hybrid.models.store import resolve
-from hybrid.plug import write_custom_generate
+from hybrid.plug.carried import FOLDER, write_custom_generate
 from hybrid.training.self_diffusion.export import save_adapter
 
 ENGINES = ("vllm", "sglang", "speculators", "hf")
@@ -87,8 +87,16 @@ def export(
 
 
 def _is_export(folder: Path) -> bool:
-    marks = ("config.json", "adapter_config.json")
-    return any((folder / name).is_file() for name in marks) and not (folder / ".git").exists()
+    """Whether a folder holds what this module writes; a target's own checkpoint is no export."""
+    if (folder / ".git").exists():
+        return False
+    if any((folder / name).is_file() for name in ("draft_config.json", f"{FOLDER}/generate.py")):
+        return True
+    try:
+        dflash_spec(read_json(folder / "config.json"))
+    except HybridError:
+        return False
+    return True
 
 
 def _export_drafter(
@@ -203,10 +211,14 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _named_target(folder: Path) -> str | None:
-    """Return the target that an adapter's config names, or a model card as training writes it."""
+    """Return the target that an adapter's or speculator's config names, or the card of training."""
     config, card = folder / "adapter_config.json", folder / "README.md"
     if config.is_file():
         return read_json(config).get("base_model_name_or_path")
+    if (config := folder / "config.json").is_file():
+        speculator = read_json(config).get("speculators_config") or {}
+        if verifier := speculator.get("verifier"):
+            return verifier.get("name_or_path")
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     found = re.search(r"^base_model: *(\S+)$", text, re.MULTILINE)
     return found[1] if found else None

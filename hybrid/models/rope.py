@@ -72,6 +72,14 @@ class Rope:
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 
+    def take(self, inv_freq: Tensor) -> None:
+        """Rotate by the frequencies of a model, which may have rounded them with its weights.
+
+        Args:
+            inv_freq: [D/2] of any dtype. "dynamic" computes its own at each length.
+        """
+        self._inv_freq = inv_freq.float()
+
     def query_scale(self, position_ids: Tensor) -> Tensor | None:
         """Return the factor [B, T] float32 on rotated queries, None when it is always 1.
 

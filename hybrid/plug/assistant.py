@@ -98,9 +98,15 @@ class DFlashAssistant(PreTrainedModel):  # type: ignore[misc]
 
         Raises:
             CheckpointError: see `load_dflash`; or the target is another than it was made for.
-            ConfigError: a feature is the target's last layer, which engines read differently.
+            ConfigError: a feature is the target's last layer, which engines read differently; or
+                the target is no model.
         """
         if target is not None:
+            if not isinstance(target, PreTrainedModel):
+                raise ConfigError(
+                    f"target: got {type(target).__name__}, expected a model of transformers. Load "
+                    "it first: target=AutoModelForCausalLM.from_pretrained(...)."
+                )
             device, dtype = target.device, target.dtype
         network = load_dflash(path, device=device, dtype=dtype)
         if target is not None:

@@ -41,6 +41,7 @@ _STOCK_ARGUMENTS = (
     "token_healing",
     *CACHE_NAMES,
 )
+_COPIED = {"model", "before", "_given"}  # with a model
 _NOT_PASSED_ON = ("self", "kwargs", "streamer", "custom_generate")
 
 
@@ -84,6 +85,17 @@ class Plug:
         self.stats: tuple[Stats, ...] = ()
         self._given = drafter, strategy, adapter, num_draft_tokens
         self._build()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle of the model takes along; its first call builds the rest.
+
+        The copy has tensors of its own, and a drafter's caches know rows that only exist here.
+        """
+        return {name: vars(self)[name] for name in _COPIED & vars(self).keys()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` gave."""
+        vars(self).update(state, stats=(), why_not_native=None, _state=None)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Do what the model's own `generate` does; its arguments, its result.
@@ -172,7 +184,7 @@ class Plug:
         """Build backbone, adapter and drafter for the tensors that the model has now."""
         drafter, strategy, folder, num_draft_tokens = self._given
         model, name = self.model, self.model.name_or_path or type(self.model).__name__
-        self._state = state_of(model)
+        state = state_of(model)
         self._backbone, self.why_not_native = backbone_of(model)
         adapter = None
         if folder is not None:
@@ -197,6 +209,7 @@ class Plug:
         self._parts = Parts(self._backbone, adapter, drafter, "auto", num_draft_tokens, name)
         if not isinstance(settings, Hybrid):  # whose parts measure what passes cost
             self._parts.of_preset(self._strategy.name, settings, SamplingParams(), 1)
+        self._state = state  # last: a build that fails is tried again, and fails again
 
     def _take_stop_strings(self, own: dict[str, Any]) -> None:
         """Turn `stop_strings` into the criterion that transformers makes of them.

@@ -6,6 +6,7 @@ and diffusion drafts need it. The model itself everywhere else. Next: hybrid/plu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 
 import torch
@@ -27,14 +28,10 @@ def backbone_of(model: PreTrainedModel) -> tuple[NativeBackbone | HFBackbone, st
     Raises:
         ConfigError: its forward takes no cache.
     """
-    reason = _why_not_native(model)
+    reason = _why_not_native(model) or _why_not_as_built(model)
     if reason is None:
         try:
-            spec = spec_from_config(model.config.to_dict())
-            weights = dict(model.state_dict())
-            return NativeBackbone(
-                spec, weights, device=model.device, dtype=model.dtype, share=True
-            ), None
+            return _native(model), None
         except CheckpointError as error:  # tensors by other names, or of other shapes
             reason = str(error)
     modes = [(module, module.training) for module in model.modules()]
@@ -46,7 +43,21 @@ def backbone_of(model: PreTrainedModel) -> tuple[NativeBackbone | HFBackbone, st
 
 def state_of(model: PreTrainedModel) -> Hashable:
     """Return what a backbone is built from: another value asks for another one."""
-    return _why_not_native(model), tuple(weight.data_ptr() for weight in model.parameters())
+    tensors = (*model.parameters(), *model.buffers())
+    kinds = tuple(type(module) for module in model.modules())
+    return _why_not_native(model), kinds, tuple(tensor.data_ptr() for tensor in tensors)
+
+
+def _native(model: PreTrainedModel) -> NativeBackbone:
+    """Return the native backbone over a model's tensors, its frequencies of rotation among them.
+
+    `model.to(torch.bfloat16)` rounds those too; the model then rotates by the rounded ones.
+    """
+    spec, weights = spec_from_config(model.config.to_dict()), dict(model.state_dict())
+    device, dtype = model.device, model.dtype
+    backbone = NativeBackbone(spec, weights, device=device, dtype=dtype, share=True)
+    backbone.rope.take(model.get_decoder().rotary_emb.inv_freq)
+    return backbone
 
 
 def _why_not_native(model: PreTrainedModel) -> str | None:
@@ -60,3 +71,20 @@ def _why_not_native(model: PreTrainedModel) -> str | None:
     if len(places) != 1 or model.device.type == "meta" or model.dtype not in _DTYPES:
         return "its weights are not of one dense dtype on one device"
     return why_not_native(model.config.to_dict())
+
+
+def _why_not_as_built(model: PreTrainedModel) -> str | None:
+    """Return where a model is not what its class makes of its config: a module, or a tensor."""
+    with torch.device("meta"):
+        built = type(model)(copy.deepcopy(model.config))
+    odd = _structure(model).items() ^ _structure(built).items()
+    if not odd:
+        return None
+    name = min(name for name, _ in odd)
+    return f"{name} is not as {type(model).__name__} builds it from its config"
+
+
+def _structure(model: PreTrainedModel) -> dict[str, Hashable]:
+    """Return the class of each module and the shape of each parameter, by name."""
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    return {**{name: type(module) for name, module in model.named_modules()}, **shapes}

@@ -180,6 +180,8 @@ def test_the_wrong_drafter_is_refused(tmp_path: Path) -> None:
     small = tiny_model(vocab_size=60)
     with pytest.raises(CheckpointError, match="mask id 63"):
         DFlashAssistant.from_pretrained(tmp_path, target=small)
+    with pytest.raises(ConfigError, match="target: got str"):
+        DFlashAssistant.from_pretrained(tmp_path, target="org/model")
     with pytest.raises(ConfigError, match="expected 64 and 128"):
         DFlashAssistant.wrap(network)(torch.zeros(1, 5, 32), torch.zeros(1, 1, 64), torch.arange(6))
     with pytest.raises(ConfigError, match="no cache"):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_drafters import sometimes_wrong
-from plug_models import PAD, prompts, texts, tiny_model
+from plug_models import (
+    PAD,
+    prompts,
+    random_network,
+    save_random_adapter,
+    texts,
+    tiny_model,
+)
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -22,6 +32,7 @@ from transformers import (
 )
 
 from hybrid.errors import ConfigError
+from hybrid.models.dflash_files import save_dflash
 from hybrid.models.tiny import byte_tokenizer
 from hybrid.plug import Plug, PlugWarning, attach, detach
 
@@ -279,6 +290,79 @@ def test_new_weights_are_noticed() -> None:
     assert "hook" in str(plug.why_not_native)
     assert torch.equal(got, type(model).generate(model, **call))
     handle.remove()
+
+
+class Negated(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
+def negate(mlp: torch.nn.Module) -> None:
+    weight = mlp.down_proj.weight
+    mlp.down_proj = Negated(weight.shape[1], weight.shape[0], bias=False)
+    mlp.down_proj.weight = weight  # the very tensor
+
+
+def add_bias(mlp: torch.nn.Module) -> None:
+    mlp.down_proj.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(mlp.down_proj.weight)))
+
+
+def other_activation(mlp: torch.nn.Module) -> None:
+    mlp.act_fn = torch.nn.Tanh()
+
+
+@pytest.mark.parametrize("change", [negate, add_bias, other_activation])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_changed_modules_run_by_their_own_code(change: Any, is_first: bool) -> None:
+    model, call = tiny_model(), {**prompts(3), "max_new_tokens": NEW, "do_sample": False}
+    before = model.generate(**call)
+    if is_first:
+        change(model.model.layers[1].mlp)
+    plug = attach(model)
+    if not is_first:
+        change(model.model.layers[1].mlp)
+    want = type(model).generate(model, **call)
+    assert not torch.equal(want, before)
+    assert torch.equal(model.generate(**call), want)
+    assert str(plug.why_not_native).startswith("model.layers.1.mlp.")
+
+
+def test_frequencies_that_were_rounded_with_the_weights_are_the_models() -> None:
+    """As by `model.bfloat16()`; here coarser, so that a short text shows it."""
+    model, call = tiny_model(), {**prompts(3), "max_new_tokens": NEW, "do_sample": False}
+    plug, rotary = attach(model), model.model.rotary_emb
+    exact = model.generate(**call)
+    rotary.inv_freq = rotary.inv_freq.to(torch.float8_e4m3fn).float()
+    want = type(model).generate(model, **call)
+    assert not torch.equal(want, exact)
+    assert torch.equal(model.generate(**call), want)
+    assert plug.why_not_native is None
+
+
+def test_a_plug_that_no_longer_fits_says_so_at_every_call(tmp_path: Path) -> None:
+    model = tiny_model()
+    attach(model, adapter=save_random_adapter(tmp_path))
+    model.double()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="self-diffusion needs the native backbone"):
+            model.generate(**prompts(1), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_a_plug_of_its_own(copied: Any, tmp_path: Path) -> None:
+    model, call = tiny_model(), {**prompts(3), "max_new_tokens": NEW, "do_sample": False}
+    save_dflash(tmp_path, random_network(model), torch.float32)
+    plug = attach(model, drafter=tmp_path)
+    want = model.generate(**call)
+    twin = copied(model)
+    assert torch.equal(twin.generate(**call), want)
+    own = twin.generate.__self__
+    assert own.model is twin
+    assert own.stats[0].num_drafted == plug.stats[0].num_drafted > 0
+    with torch.no_grad():
+        twin.model.norm.weight.copy_(torch.linspace(-2, 2, len(twin.model.norm.weight)))
+    assert not torch.equal(twin.generate(**call), want)
+    assert torch.equal(model.generate(**call), want)
 
 
 def test_the_mode_of_the_model_is_its_own() -> None:

@@ -140,6 +140,8 @@ def test_commands_serve_what_was_written(drafter: Path, tmp_path: Path) -> None:
     assert words[words.index("--speculative-draft-model-path") + 1] == str(out)
     words = shlex.split(export("speculators", drafter, out, force=True).command)
     assert words == ["vllm", "serve", str(out)]
+    words = shlex.split(export("vllm", out, tmp_path / "again").command)
+    assert words[:3] == ["vllm", "serve", "org/target"]  # as the speculator says
     code = export("hf", drafter, out, force=True).command
     compile(code, "command", "exec")
     assert repr(str(out)) in code
@@ -166,6 +168,15 @@ def test_nothing_is_replaced_unasked(drafter: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds other things"):
         export("vllm", drafter, tmp_path / "mine", force=True)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+    target = tiny_checkpoint(tmp_path / "target", "qwen3", tokenizer=False)
+    before = (target / "config.json").read_text()
+    with pytest.raises(ConfigError, match="holds other things"):  # its name given as the output
+        export("vllm", drafter, target, force=True)
+    assert (target / "config.json").read_text() == before
+    carrying = tmp_path / "carrying"
+    for force in (False, True):
+        export("hf", drafter, carrying, target=str(target), custom_generate=True, force=force)
+    assert (carrying / "custom_generate" / "generate.py").is_file()
 
 
 def test_a_failure_leaves_what_was_there(
