@@ -156,9 +156,9 @@ def test_a_row_does_not_depend_on_the_batch(
         if temperature > 0:
             assert together.draft_probs is not None
             assert alone.draft_probs is not None
-            # One slot of one row is a lone row of the head, which float32 rounds otherwise.
-            is_lone = count == 1 and dtype == torch.float32
-            close = {"rtol": 1e-5, "atol": 1e-6} if is_lone else {"rtol": 0, "atol": 0}
+            # Some CPUs round a float32 product of few rows otherwise than one of many.
+            is_float32 = dtype == torch.float32
+            close = {"rtol": 1e-5, "atol": 1e-6} if is_float32 else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(together.draft_probs[b], alone.draft_probs[0], **close)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
+import sys
+from collections import Counter
+from statistics import median
 
 import pytest
 from router_simulation import Machine, honest, hostile, linear, row
@@ -295,23 +297,25 @@ def test_the_parts_that_it_is_given_stay_as_they_are():
     assert isinstance(made.costs, CostModel)
 
 
-def test_deciding_takes_less_than_a_hundred_microseconds_a_step():
+def test_deciding_takes_few_calls_a_step_and_no_more_as_the_history_grows():
+    """Calls of Python and C, for a clock depends on the machine: 550 are 0.1 ms on a slow core."""
     machine = run(GOOD, GPU, num_tokens=300)
-    medians = []
-    for _ in range(5):  # a busy machine is slow now and then
-        cold, own, history, times = router(GPU), row(0, 2048), machine.history[:1], []
-        own.tokens.append(4)
-        for record in machine.history[1:]:
-            (step,) = record.rows
-            drafts = [Draft(step.num_proposed, step.first_slot, step.confidences)]
-            started = time.perf_counter()
-            cold.plan([own], history)
-            cold.route([own], drafts, record.num_drafting, history)
-            times.append(time.perf_counter() - started)
-            history.append(record)
-            own.tokens.extend(step.tokens)
-        medians.append(sorted(times)[len(times) // 2])
-    assert min(medians) < 100e-6
+    cold, own, history, counts = router(GPU), row(0, 2048), machine.history[:1], []
+    own.tokens.append(4)
+    for record in machine.history[1:]:
+        (step,) = record.rows
+        drafts = [Draft(step.num_proposed, step.first_slot, step.confidences)]
+        events = Counter()
+        sys.setprofile(lambda _frame, event, _arg, events=events: events.update([event]))
+        cold.plan([own], history)
+        cold.route([own], drafts, record.num_drafting, history)
+        sys.setprofile(None)
+        counts.append(events["call"] + events["c_call"])
+        history.append(record)
+        own.tokens.extend(step.tokens)
+    half = len(counts) // 2
+    assert median(counts) < 700
+    assert median(counts[half:]) <= median(counts[:half])
 
 
 def test_simulated_drafts_are_what_they_claim():
