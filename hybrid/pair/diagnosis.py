@@ -98,7 +98,7 @@ def diagnose(
     elif isinstance(size, int) and size > 1:
         asked = (loaded.path, drafter, prompts, how.max_new_tokens, size - 1)
         _try(found, "vllm", lambda: engines.in_vllm(python, *asked))
-    if ours is not None:
+    if ours is not None and any(ours.histogram):
         found.findings += [_compared(ours, other) for other in found.traces[1:]]
     return found
 
@@ -182,8 +182,8 @@ def _compared(ours: Trace, other: Trace) -> Finding:
 
 def _low(ours: Trace) -> Finding:
     if not any(ours.histogram):
-        text = "no pass had room for a whole draft: ask for longer answers"
-        return Finding("acceptance", Level.NOTE, text)
+        text = "no pass had room for a whole draft, so nothing is known: ask for longer answers"
+        return Finding("acceptance", Level.PROBLEM, text)
     text = (
         f"{ours.acceptance_length:.2f} tokens per pass is little: prompts unlike those of the "
         "training, a drafter trained too shortly, or one of another target"

@@ -258,5 +258,7 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 
 def test_answers_too_short_for_a_draft_say_nothing_of_it() -> None:
     found = diagnose(str(TARGET), DRAFTER, Measuring(HOW.prompts, 4, "cpu", vllm=False))
-    (note,) = worse(found)
-    assert "longer answers" in note.text
+    (finding,) = worse(found)
+    assert "longer answers" in finding.text
+    assert finding.level is Level.PROBLEM
+    assert not any(f.check.startswith("acceptance in") for f in found.findings)
