@@ -20,6 +20,7 @@ from hybrid.kernels.logits_stats import logits_stats
 from hybrid.kernels.philox import philox
 from hybrid.kernels.sample import sample as sample_kernel
 from hybrid.transfer import decides_on_device, send
+from hybrid.types import CERTAINTY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,8 +176,7 @@ def certainty(logits: Tensor) -> dict[str, Tensor]:
             best[..., 0],
             best[..., 0] - best[..., 1],
         )
-    names = ("entropy", "confidence", "margin")
-    return {n: own.view(logits.shape[:-1]) for n, own in zip(names, columns, strict=True)}
+    return {n: own.view(logits.shape[:-1]) for n, own in zip(CERTAINTY, columns, strict=True)}
 
 
 def probs(processed: Tensor) -> Tensor:

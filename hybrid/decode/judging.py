@@ -155,12 +155,12 @@ def _verify_behind(
     batch, width = proposal.tokens.shape
     shift = torch.tensor(unverified)[:, None]
     columns = (torch.arange(width + 1) + shift).clamp(max=width)
-    laws = proposal.draft_probs
+    drafted, laws = columns[:, :-1].clamp(max=max(width - 1, 0)), proposal.draft_probs
     rest = replace(
         proposal,
-        tokens=_gathered(proposal.tokens, columns[:, :-1].clamp(max=max(width - 1, 0))),
+        tokens=_gathered(proposal.tokens, drafted),
         num_tokens=tuple(n - u for n, u in zip(proposal.num_tokens, unverified, strict=True)),
-        draft_probs=None if laws is None else _gathered(laws, columns[:, :-1].clamp(max=width - 1)),
+        draft_probs=None if laws is None else _gathered(laws, drafted),
         entropy=None,
         confidence=None,
         margin=None,

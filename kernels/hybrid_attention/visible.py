@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -61,32 +61,9 @@ class Visible:
         return self.prefix.shape[1]
 
     @classmethod
-    def build(
-        cls,
-        prefix_len: Sequence[int] | Sequence[Sequence[int]],
-        local: Tensor | None,
-        *,
-        start: Sequence[int],
-        rows: Sequence[int] | None = None,
-        pages: Sequence[Sequence[int]] | None = None,
-        is_causal: bool = False,
-        is_full: bool = False,
-        positions: Sequence[Sequence[int]] | None = None,
-        num_tokens: int | None = None,
-        device: torch.device,
-    ) -> Visible:
+    def build(cls, *described: Any, device: torch.device, **more: Any) -> Visible:
         """Make one, in one copy to `device`; the other arguments are those of `lay_out`."""
-        layout, numbers = lay_out(
-            prefix_len,
-            local,
-            start=start,
-            rows=rows,
-            pages=pages,
-            is_causal=is_causal,
-            is_full=is_full,
-            positions=positions,
-            num_tokens=num_tokens,
-        )
+        layout, numbers = lay_out(*described, **more)
         return layout.place(torch.tensor(numbers, dtype=torch.int32).to(device))
 
     def dense(self, row: int, window: int | None = None) -> Tensor:
