@@ -102,7 +102,8 @@ class Routing:
             return ms
 
         most = config.num_draft_tokens + 1 if config.carrying_modes else 0
-        return warm_up(measure, batch, config.num_draft_tokens, most)
+        look_ms = timer.look_ms(batch, config.num_draft_tokens)
+        return warm_up(measure, batch, config.num_draft_tokens, most, look_ms)
 
     def run(
         self, engine: Engine, rows: list[SequenceState], strategy: str, record: Path | None

@@ -18,8 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid import transfer
-from hybrid.decode import drafting, judging, slots
+from hybrid.decode import judging, slots
 from hybrid.kernels import dispatch
+from hybrid.router import hybrid
 from hybrid.verifiers import on_device
 
 OPERATIONS = ("logits_stats", "philox", "sample", "verify")
@@ -92,7 +93,7 @@ def counting(*hosts: tuple[Any, str]) -> Iterator[Reads]:
         return reads.allowed(transfer.read)(tensors)
 
     with ExitStack() as stack:
-        for module in (drafting, judging, slots):
+        for module in (judging, slots, hybrid):
             stack.enter_context(mock.patch.object(module, "read", counted))
         # F.one_hot looks at its input on a CPU.
         for owner, name in ((on_device, "verify"), *hosts):

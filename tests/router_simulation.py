@@ -66,7 +66,10 @@ def linear(
 
 @dataclass
 class Machine:
-    """Runs a router. `ms` are seconds of the clock, whatever the router believes."""
+    """Runs a router. `ms` are seconds of the clock, whatever the router believes.
+
+    So is `look_ms`, which a step takes longer when the router looks at what was drafted.
+    """
 
     router: Any
     rows: list[SequenceState]
@@ -75,6 +78,7 @@ class Machine:
     seed: int = 0
     noise: float = 0.0
     disagree: Callable[[random.Random, int], float] | None = None
+    look_ms: float = 0.0
     history: list[StepRecord] = field(default_factory=list)
     plans: list[tuple[Plan, ...]] = field(default_factory=list)
     routes: list[tuple[Route, ...]] = field(default_factory=list)
@@ -128,6 +132,8 @@ class Machine:
         groups = max(len(route.points) for route in routes)
         fed = 1 + max(route.num_draft_tokens for route in routes)
         took = self.ms(StepShape(len(rows), fed, groups, drafting))
+        if width and any(own.has_looked for own in getattr(self.router, "explanations", ())):
+            took += self.look_ms
         took *= 1 + self.noise * self.clock.random()
         self.plans.append(plans)
         self.routes.append(routes)

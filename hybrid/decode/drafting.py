@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hybrid.carried import Carried, KeptSlots
 from hybrid.decode.fallback import cut, draft_or_nothing, empty_proposal
 from hybrid.errors import ConfigError
 from hybrid.protocols import DraftState
-from hybrid.transfer import decides_on_device, read, send, take_rows
-from hybrid.types import CERTAINTY, Plan, Proposal, Route
+from hybrid.transfer import send, take_rows
+from hybrid.types import Plan, Proposal, Route
 
 if TYPE_CHECKING:
     from hybrid.decode.step import Engine
@@ -55,8 +54,6 @@ def draft_rows(engine: Engine, plans: Sequence[Plan]) -> Proposal:
     asked = max((plans[b] for b in wanting), key=lambda plan: plan.num_draft_tokens)
     proposal = draft_or_nothing(engine, state, asked)
     proposal = cut(proposal, [plans[b].num_draft_tokens for b in wanting])
-    if engine.router.wants_features:
-        proposal = _on_host(proposal)
     return proposal if len(wanting) == len(rows) else _spread(proposal, wanting, len(rows))
 
 
@@ -109,20 +106,6 @@ def keep_slots(
         left = None if left is None else left.at(len(row.tokens))
         if left is not None and row.finish_reason is None:
             engine.slots[row.row] = left
-
-
-def _on_host(proposal: Proposal) -> Proposal:
-    """Return the proposal with its certainty on the host.
-
-    The router looks at it before the target pass, so this is a wait of its own, the only one beside
-    that for the verdict.
-    """
-    columns = {n: v for n in CERTAINTY if (v := getattr(proposal, n)) is not None}
-    if not any(v.numel() and decides_on_device(v.device) for v in columns.values()):
-        return proposal
-    found = read(columns)
-    here: dict[str, Any] = {n: torch.tensor(found[n]).view(v.shape) for n, v in columns.items()}
-    return replace(proposal, **here)
 
 
 def _spread(proposal: Proposal, wanting: Sequence[int], batch: int) -> Proposal:

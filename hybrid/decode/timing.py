@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from hybrid.attention.pattern import causal
 from hybrid.params import SamplingParams
 from hybrid.protocols import Backbone, CarryingDrafter, Drafter, DraftState, can_carry
 from hybrid.sampling import argmax
 from hybrid.streams import RandomStream
+from hybrid.transfer import decides_on_device, read
 from hybrid.types import Mode, Plan, SequenceState, Write
 
 # Long enough that attention counts, short enough for the smallest context.
@@ -47,8 +51,41 @@ class PassTimer:
             points: groups of slots that each row carries; where they stand costs nothing.
             num_slots: tokens that each group drafts.
         """
-        backbone = self._backbone
         state = self._state(num_rows, num_tokens + points * (num_slots + 1))
+        run = self._target_pass(state, num_tokens, points, num_slots)
+        return self._time(lambda: run().tolist())  # the device has to be done
+
+    def draft_ms(self, num_rows: int, num_tokens: int) -> float:
+        """Return the time of a draft of so many tokens per row."""
+        state = self._state(num_rows, num_tokens + 1)
+        plan = Plan(Mode.SPECULATIVE, num_tokens)
+        return self._time(lambda: self._drafter.draft(state, plan).tokens.tolist())
+
+    def look_ms(self, num_rows: int, num_tokens: int) -> float:
+        """Return what it costs to read how sure a draft is before its target pass is on its way.
+
+        0 where the host decides: it has the draft anyway.
+        """
+        if not decides_on_device(self._backbone.device):
+            return 0.0
+        state = replace(self._state(num_rows, num_tokens + 1), wants_features=True)
+        judge = self._target_pass(state, num_tokens + 1)
+        plan = Plan(Mode.SPECULATIVE, num_tokens)
+
+        def run(*, looks: bool) -> None:
+            proposal = self._drafter.draft(state, plan)
+            if looks and proposal.confidence is not None:
+                read({"confidence": proposal.confidence})
+            judge().tolist()
+
+        with_look, without = (self._time(partial(run, looks=looks)) for looks in (True, False))
+        return max(with_look - without, 0.0)
+
+    def _target_pass(
+        self, state: DraftState, num_tokens: int, points: int = 0, num_slots: int = 0
+    ) -> Callable[[], Tensor]:
+        """Return what runs a target pass and chooses its tokens; see `target_ms`."""
+        backbone, num_rows = self._backbone, len(state.rows)
         inputs = torch.ones(num_rows, num_tokens, dtype=torch.long, device=backbone.device)
         starts = [row.cached_len for row in state.rows]
         positions = torch.tensor(starts, device=backbone.device)[:, None] + torch.arange(
@@ -60,7 +97,7 @@ class PassTimer:
             groups = tuple(min(j, num_tokens - 1) for j in range(points))
             carried = drafter.carry(state, inputs, [groups] * num_rows, num_slots)
 
-        def run() -> None:
+        def run() -> Tensor:
             out = backbone.forward(
                 inputs,
                 positions,
@@ -71,15 +108,9 @@ class PassTimer:
                 carried=carried,
             )
             assert out.logits is not None
-            argmax(out.logits).tolist()  # the device has to be done
+            return argmax(out.logits)
 
-        return self._time(run)
-
-    def draft_ms(self, num_rows: int, num_tokens: int) -> float:
-        """Return the time of a draft of so many tokens per row."""
-        state = self._state(num_rows, num_tokens + 1)
-        plan = Plan(Mode.SPECULATIVE, num_tokens)
-        return self._time(lambda: self._drafter.draft(state, plan).tokens.tolist())
+        return run
 
     def _state(self, num_rows: int, width: int) -> DraftState:
         """Return rows with a cached text, and scratch for `width` tokens."""

@@ -69,6 +69,7 @@ class Explanation:
         level: of the threshold in force; None verifies everything.
         threshold: its value.
         num_trusted: leading tokens that reached it.
+        has_looked: whether the draft's certainty counted, or usual odds of such drafts.
     """
 
     rows: tuple[int, ...]
@@ -81,6 +82,7 @@ class Explanation:
     level: int | None = None
     threshold: float | None = None
     num_trusted: int = 0
+    has_looked: bool = True
 
     @property
     def runner_up(self) -> Option | None:

@@ -47,7 +47,13 @@ class CostModel:
     Only whole steps are timed: on a GPU a pass returns before it has run. The ratio of a step's
     time to its prediction moves two corrections. One is shared, so that a longer context, which
     slows all shapes down, is not taken for the fault of the mode in use; one belongs to the shape.
+
+    Attributes:
+        look_ms: what it costs to look at a draft before the pass that judges it is on its way: the
+            device has nothing to do meanwhile. 0 where the host has the draft anyway.
     """
+
+    look_ms = 0.0
 
     def __init__(
         self, target: Knots, groups: Knots, draft: Knots, *, frozen: bool = False, window: int = 64
@@ -169,6 +175,7 @@ class CostModel:
             "draft": [list(knot) for knot in draft],
             "frozen": self.frozen,
             "window": self._window,
+            "look_ms": self.look_ms,
             "drift": self._drift,
             "is_scaled": self._is_scaled,
             "factors": [[*shape, *factor] for shape, factor in self._factors.items()],
@@ -192,6 +199,7 @@ class CostModel:
             ]
             is_frozen = bool(data["frozen"]) if frozen is None else frozen
             model = cls(*curves, frozen=is_frozen, window=int(data["window"]))
+            model.look_ms = float(data.get("look_ms", 0.0))
             model._drift, model._is_scaled = float(data["drift"]), bool(data["is_scaled"])
             for *shape, factor, count in data["factors"]:
                 model._factors[StepShape(*shape)] = (float(factor), int(count))
@@ -209,7 +217,11 @@ def shape_of(record: StepRecord) -> StepShape:
 
 
 def warm_up(
-    measure: Callable[[StepShape], float], rows: int, num_draft_tokens: int, max_points: int
+    measure: Callable[[StepShape], float],
+    rows: int,
+    num_draft_tokens: int,
+    max_points: int,
+    look_ms: float = 0.0,
 ) -> CostModel:
     """Return the costs on this device, asking for few shapes.
 
@@ -218,6 +230,7 @@ def warm_up(
         rows: of the batch.
         num_draft_tokens: K.
         max_points: the most groups that a target pass carries; 0 measures none.
+        look_ms: see `CostModel`.
 
     Raises:
         ConfigError: a time is not positive.
@@ -228,7 +241,9 @@ def warm_up(
         StepShape(rows, 1, groups) for groups in sorted({1, 2, max_points}) if groups <= max_points
     ]
     shapes.append(StepShape(rows, 1, 0, rows))
-    return CostModel.fit([(shape, measure(shape)) for shape in shapes])
+    costs = CostModel.fit([(shape, measure(shape)) for shape in shapes])
+    costs.look_ms = look_ms
+    return costs
 
 
 def _rising(points: Iterable[tuple[float, float]]) -> Knots:

@@ -49,6 +49,7 @@ def reasons(decisions: Iterable[Decision]) -> Iterator[dict[str, Any]]:
                 "level": explanation.level,
                 "threshold": explanation.threshold,
                 "num_trusted": explanation.num_trusted,
+                "has_looked": explanation.has_looked,
                 "agrees": decision.agrees,
             }
 
@@ -183,6 +184,8 @@ def _notes(reason: dict[str, Any], *, many: bool) -> str:
         notes.append(" > ".join(f"{name} {value:+.2f}" for name, value in found))
     if reason["trial"]:
         notes.append(f"trial of {reason['trial']}")
+    if not reason["has_looked"]:
+        notes.append("by usual odds")
     if reason["threshold"] is not None:
         notes.append(
             f"trusts {reason['num_trusted']} at {reason['threshold']:.3g} (level {reason['level']})"

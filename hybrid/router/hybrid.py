@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybrid.errors import ConfigError
-from hybrid.router.acceptance import CARRIED, COPIED, FRESH, slot_of
+from hybrid.router.acceptance import CARRIED, FRESH
 from hybrid.router.choice import Explanation, Option, best_of, best_options, cut_in_order
 from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape
 from hybrid.router.memory import AR, Memory, watched
 from hybrid.router.monitor import RiskMonitor
 from hybrid.router.profile import Profile
+from hybrid.transfer import read
 from hybrid.types import Mode, Plan, Proposal, Route, SequenceState, StepRecord
 
 NO_PASS, DRAFT, DRAFT_AFRESH = "no draft pass", "draft pass", "draft pass for all"
@@ -141,7 +142,9 @@ class HybridRouter:
     ) -> tuple[Route, ...]:
         """Return what each row makes of its proposal."""
         firsts = proposal.first_slot or (0,) * len(rows)
-        sure = None if proposal.confidence is None else proposal.confidence.tolist()  # host sync
+        sure, known = None, proposal.confidence
+        if known is not None and any(proposal.num_tokens) and self._looks(rows, history):
+            sure = read({"confidence": known})["confidence"]
         drafts = [
             Draft(n, first if n else 0, () if sure is None else tuple(sure[b][:n]))
             for b, (n, first) in enumerate(zip(proposal.num_tokens, firsts, strict=True))
@@ -171,7 +174,7 @@ class HybridRouter:
             memory = self._memory(group, len(rows), history)
             key = tuple(row.row for row in group)
             explanation = by_rows.setdefault(key, Explanation(key, {}))
-            explanation.worth = memory.worth
+            explanation.worth, explanation.has_looked = memory.worth, memory.looks
             if self._is_own(group[0]):
                 found = [self._route_own(memory, group[0], own[key[0]], explanation)]
             else:
@@ -190,6 +193,10 @@ class HybridRouter:
 
     def _is_own(self, row: SequenceState) -> bool:
         return self.config.risk > 0 or not row.sampling.is_greedy
+
+    def _looks(self, rows: Sequence[SequenceState], history: Sequence[StepRecord]) -> bool:
+        groups = self._groups(rows)
+        return any(self._memory(group, len(rows), history).looks for group in groups)
 
     def _groups(self, rows: Sequence[SequenceState]) -> list[list[SequenceState]]:
         """Return the rows that are decided together."""
@@ -312,8 +319,7 @@ class HybridRouter:
         self, memory: Memory, row: SequenceState, draft: Draft, explanation: Explanation
     ) -> Route:
         odds = self._odds(memory, row, draft)
-        kind = (COPIED, FRESH, CARRIED)[min(draft.first_slot, 2)]
-        typical = memory.acceptance.typical(kind, draft.first_slot or 1, len(odds))
+        typical = memory.acceptance.usual(draft.first_slot, len(odds))
         sure, monitor, profile = 0, memory.monitor, self.profile
         if monitor is not None and profile is not None and Mode.DIFFUSION_ONLY in self.config.modes:
             trusted = profile.num_trusted(draft.first_slot, draft.confidences, monitor.level)
@@ -333,9 +339,10 @@ class HybridRouter:
     def _odds(self, memory: Memory, row: SequenceState, draft: Draft) -> list[float]:
         """Return the odds of the tokens that the row could still commit before its last one."""
         count = min(draft.num_tokens, _num_left(row) - 1)
-        first, sure = draft.first_slot, draft.confidences or (math.nan,) * count
-        probability = memory.acceptance.probability
-        return [probability(slot_of(first, i), sure[i]) for i in range(count)]
+        if not memory.looks:
+            return memory.acceptance.usual(draft.first_slot, count)
+        sure = draft.confidences or (math.nan,) * count
+        return memory.acceptance.known(draft.first_slot, sure[:count])
 
     def monitor_after(self, monitor: RiskMonitor, history: Sequence[StepRecord]) -> RiskMonitor:
         """Return a monitor once it has seen all rows of a call, one step after the other."""

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid.router.acceptance import CARRIED, COPIED, FRESH, AcceptanceModel, outcomes
+from hybrid.router.acceptance import (
+    CARRIED,
+    COPIED,
+    FRESH,
+    AcceptanceModel,
+    confidence_of,
+    outcomes,
+)
 from hybrid.router.choice import Option, Prices, best_of, best_options
 from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape, shape_of
@@ -86,6 +93,7 @@ class Memory:
         self.trial: str | None = None
         self.values: dict[str, float] = {}
         self._reuse: dict[tuple[int, int], Option] = {}
+        self._insight: float | None = None
         self._refresh()
         self._refresh()  # the worth of slots has settled a little
 
@@ -117,6 +125,17 @@ class Memory:
         """Tokens by which another choice must be better, one row's share."""
         return self._config.hysteresis * self._speed
 
+    @property
+    def looks(self) -> bool:
+        """Whether to look at a draft before it is fed, where the device would have to wait.
+
+        What is trusted unverified has to be looked at. For the rest it must be worth the wait, in
+        tokens; the first drafts tell.
+        """
+        if self.monitor is not None or not self.costs.look_ms or self._insight is None:
+            return True
+        return self._insight > self._speed * self.costs.look_ms / self._ar_ms
+
     def is_trying(self, arm: str) -> bool:
         """Return whether the last step used an arm for the first time in a while."""
         return (
@@ -142,6 +161,8 @@ class Memory:
         if not self.costs.frozen and record.seconds > 0:
             ms = 1000 * record.seconds
             self.costs.observe(record)
+        if self.costs.look_ms:
+            self._value_insight(rows, shape)
         time, keep = ms / self._ar_ms, 1 - 1 / self._config.window
         self._tokens = keep * self._tokens + sum(len(row.tokens) for row in rows) / len(rows)
         self._time = keep * self._time + time
@@ -163,6 +184,29 @@ class Memory:
         # A draft pass that was tried with success is tried once more.
         is_better = self.trial == FRESH and FRESH in arms and is_news
         self.trial = FRESH if is_better else self._due()
+
+    def _value_insight(self, rows: Sequence[RowStep], shape: StepShape) -> None:
+        """Learn what it is worth to a row that its draft is looked at, from drafts of the past.
+
+        That is the value of the step that is best then, less that of the step that usual odds
+        advise. Certainty is in the records of drafts that were not looked at, too.
+        """
+        if not any(row.confidences for row in rows):
+            return
+        odds, usual = [], []
+        for row in rows:
+            confidences = [confidence_of(row, i) for i in range(row.num_proposed)]
+            odds.append(self.acceptance.known(row.first_slot, confidences))
+            usual.append(self.acceptance.usual(row.first_slot, row.num_proposed))
+        prices = self.prices(len(rows), shape.drafting)
+        best = best_of(best_options(odds, prices, self._modes))
+        blind = best_of(best_options(usual, prices, self._modes))
+        count = blind.num_draft_tokens
+        fed = [own[:count] for own in odds]
+        (taken,) = best_options(fed, prices, [blind.mode], least=count)
+        gain = (best.value - taken.value) / len(rows)
+        before = gain if self._insight is None else self._insight
+        self._insight = before + (gain - before) / self._config.window
 
     def _promise(self) -> float:
         """Return the tokens of a row in the time of an AR step, if drafts are what they seem to be.

@@ -27,7 +27,11 @@ from hybrid.errors import ConfigError, ProposalError
 from hybrid.kernels import dispatch
 from hybrid.params import SamplingParams
 from hybrid.protocols import ForwardOutput
+from hybrid.router.config import RouterConfig
+from hybrid.router.cost import CostModel
 from hybrid.router.fixed import FixedRouter
+from hybrid.router.hybrid import HybridRouter
+from hybrid.router.profile import Profile
 from hybrid.types import Mode, Proposal, StepRecord
 
 MANY = {
@@ -138,15 +142,33 @@ def test_a_step_waits_once(kind: str, num_rows: int, mode: str, params: str) -> 
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_router_that_looks_at_a_draft_waits_for_that_too(num_rows: int) -> None:
-    """Its certainty, before the target pass: what is fed depends on it."""
-    for params in MANY.values():
-        router = RandomRouter(K, floor=0.3, always_draft=True)
-        waits, strays, records = _waits(router, params[:num_rows], (router, "judge"))
+@pytest.mark.parametrize("params", MANY)
+@pytest.mark.parametrize("kind", ["late", "combined"])
+def test_the_router_waits_for_a_draft_only_where_looking_pays(
+    kind: str, params: str, num_rows: int
+) -> None:
+    """Its certainty, before the target pass. The first draft is looked at; then it is known."""
+    own = [p.replace(max_new_tokens=60) for p in MANY[params]][:num_rows]
+    for look_ms in (0.0, 1e9):
+        waits, strays, records = _waits(_hybrid_router(look_ms), own, kind=kind)
         assert not strays
-        drafted = [any(step.num_proposed for step in record.rows) for record in records]
-        assert waits == [1 + own for own in drafted]
-        assert any(drafted)
+        drafted = [any(step.confidences for step in record.rows) for record in records]
+        assert sum(drafted) > 5
+        if look_ms == 0:
+            assert waits == [1 + own for own in drafted]
+        else:
+            # Each sampled row has to learn it by itself.
+            assert sum(waits) <= len(waits) + num_rows
+            assert set(waits[len(waits) // 2 :]) == {1}
+            assert (1, True) in zip(waits, drafted, strict=True), "drafted, and waited once"
+
+
+def _hybrid_router(look_ms: float) -> HybridRouter:
+    """A router that knows its costs; those of the profile are for sampled rows."""
+    costs = CostModel.forwards()
+    costs.look_ms = look_ms
+    profile = Profile(model="m", domain="d", risk=0.1, thresholds=(), costs=costs.to_dict())
+    return HybridRouter(RouterConfig(num_draft_tokens=K), costs, profile)
 
 
 def _waits(

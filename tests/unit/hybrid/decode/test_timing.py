@@ -10,7 +10,9 @@ import torch
 from carrying import CarryingFake, CarryingTarget
 from fakes import RandomTarget, always_right, decoder, random_adapter, random_dflash, tiny_backbone
 from mixed_modes import K, make, tiny
+from reads import deciding_on_device
 
+from hybrid.decode import timing
 from hybrid.decode.timing import PassTimer
 from hybrid.drafters.ngram import NgramDrafter
 from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
@@ -70,6 +72,26 @@ def test_what_is_timed_has_the_shape_that_is_asked_for(backbone, monkeypatch):
     assert clock.passes[-1][:2] == (1, 5)
     assert timer.draft_ms(3, K) == pytest.approx(1)
     assert clock.passes[-1][:2] == (3, K + 1)
+
+
+def test_a_look_costs_what_the_device_waits_for_it(monkeypatch):
+    """Here reading takes 3 ms and a pass one; on the host it takes nothing."""
+    drafter, backbone = make("late")
+    clock = Clock(backbone, monkeypatch)
+    timer = PassTimer(backbone, drafter)
+    assert timer.look_ms(2, K) == 0
+    assert not clock.passes
+
+    def read(tensors):
+        clock.now += 0.003
+        assert tensors["confidence"].shape == (2, K)
+        return {}
+
+    monkeypatch.setattr(timing, "read", read)
+    with deciding_on_device():
+        assert timer.look_ms(2, K) == pytest.approx(3)
+        assert clock.passes[-2:] == [(2, K + 1, 0)] * 2, "a draft and its target pass"
+        assert PassTimer(backbone, NgramDrafter()).look_ms(2, K) == 0
 
 
 def test_nothing_stays(backbone, monkeypatch):
