@@ -8,6 +8,7 @@ import torch
 
 from hybrid.errors import CapacityError
 from hybrid.models.adapter import DiffusionAdapter
+from hybrid.models.graphs import bucket
 from hybrid.protocols import Backbone
 
 
@@ -58,7 +59,11 @@ def planned_bytes(
     # The largest of what a pass holds besides weights and cache: logits in float32 for the
     # transforms, or a prefill chunk's mask and activations.
     logits = batch * width * backbone.vocab_size * (itemsize + 4)
-    prefill = chunk * (heads * max_seq_len + 8 * backbone.hidden_size) * itemsize
+    if getattr(backbone, "graphs", None) is not None:
+        # Those of a recorded pass, and the place for what records return.
+        logits += 2 * bucket(batch) * bucket(width) * backbone.vocab_size * itemsize
+    mask = 0 if getattr(backbone, "runs_kernels", False) else heads * max_seq_len
+    prefill = chunk * (mask + 8 * backbone.hidden_size) * itemsize
     parts = {
         "weights": backbone.weight_nbytes,
         "adapter": adapter.nbytes if adapter is not None else 0,

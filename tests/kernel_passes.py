@@ -130,17 +130,21 @@ def drafter(backbone: NativeBackbone, kind: str = "late") -> SelfDiffusionDrafte
     return SelfDiffusionDrafter(backbone, random_adapter(backbone, 3, **ADAPTERS[kind]))
 
 
-def _late(backbone: NativeBackbone, starts: list[int], seed: int) -> Arguments:
-    adapter, draw = drafter(backbone)._adapter, torch.Generator().manual_seed(seed)
+def _entering(
+    backbone: NativeBackbone, starts: list[int], seed: int, kind: str = "late"
+) -> Arguments:
+    adapter, draw = drafter(backbone, kind)._adapter, torch.Generator().manual_seed(seed)
     hidden = torch.randn(len(starts), 3, backbone.hidden_size, generator=draw)
-    entry = Entry(1, hidden.to(DEVICE, backbone.dtype), adapter.for_pass(3))
-    return {**_ordinary(backbone, bidirectional(starts, 3), starts, seed), "entry": entry}
+    first = adapter.config.entry_layer
+    entry = Entry(first, hidden.to(DEVICE, backbone.dtype), adapter.for_pass(3))
+    pattern = causal if kind == "uniform" else bidirectional
+    return {**_ordinary(backbone, pattern(starts, 3), starts, seed), "entry": entry}
 
 
 def _carrying(
-    backbone: NativeBackbone, starts: list[int], seed: int, adapter: str = "late"
+    backbone: NativeBackbone, starts: list[int], seed: int, adapter: str = "late", width: int = 2
 ) -> Arguments:
-    given = _ordinary(backbone, causal(starts, 2), starts, seed)
+    given = _ordinary(backbone, causal(starts, width), starts, seed)
     draw, params = torch.Generator().manual_seed(seed), SamplingParams()
     rows = [
         SequenceState(b, [1] * (n + 1), 1, params, RandomStream(0)) for b, n in enumerate(starts)
@@ -172,8 +176,10 @@ PASSES: dict[str, Callable[[NativeBackbone, list[int], int], Arguments]] = {
     "ragged": _ragged,
     "hidden-prefix": _hidden_prefix,
     "refresh": _refresh,
-    "late-entry": _late,
+    "late-entry": _entering,
+    "random-tokens": partial(_entering, kind="uniform"),
     "carrying": _carrying,
+    "wide-carrying": partial(_carrying, width=3),
     "carrying-shared-norms": partial(_carrying, adapter="shared-norms"),
     "carrying-uniform": partial(_carrying, adapter="uniform"),
 }

@@ -2,12 +2,14 @@
 
 A record (a CUDA graph) is a fixed list of kernels on fixed addresses. So there is one per cache,
 plan and launch: which layers run (a draft's are an adapter's), who sees whom, how many rows and
-tokens, how far the longest row may reach. What differs from step to step is copied into the tensors
-that it was recorded with. Next: hybrid/cache/pool.py.
+tokens, how far the longest row may reach; the last three are powers of two. What differs from step
+to step is copied into the tensors that it was recorded with. What passes return lies in the same
+place for all of them, and is copied from there. Next: hybrid/cache/pool.py.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ LIMIT = 128  # records that are kept
 KEY_RANGE = 512  # the least reach of a record: one range of keys of a narrow pass
 
 Pass = Callable[[Mapping[str, Tensor]], ForwardOutput]
+CARRIED = "carried"  # name of an output
 
 
 class Recorder(Protocol):
@@ -97,13 +100,20 @@ class Graphs:
         self._recorder, self._limit = recorder, limit
         # None: seen once. A shape that does not come again is not worth a record.
         self._records: OrderedDict[tuple[Same, Hashable], _Record | None] = OrderedDict()
+        self._places: dict[Hashable, Tensor] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Return how many records there are."""
         return sum(record is not None for record in self._records.values())
 
     def run(
-        self, data: Tensor, key: Hashable, function: Pass, tensors: Mapping[str, Tensor]
+        self,
+        data: Tensor,
+        key: Hashable,
+        function: Pass,
+        tensors: Mapping[str, Tensor],
+        crop: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
     ) -> ForwardOutput:
         """Return `function(tensors)`, from the second time on recorded, then replayed.
 
@@ -112,10 +122,19 @@ class Graphs:
             key: passes of equal keys and shapes differ in what their tensors hold alone.
             function: reads `data`, weights and its tensors, and nothing back from the device.
             tensors: of this pass.
+            crop: gives what is wanted of each output, by its name.
 
         Returns:
             Tensors that no later pass changes.
         """
+        own = torch.contiguous_format
+        with self._lock:  # the next pass of whoever writes to the same places
+            out = self._run(data, key, function, tensors)
+            return _each(lambda *item: crop(*item).clone(memory_format=own), out)
+
+    def _run(
+        self, data: Tensor, key: Hashable, function: Pass, tensors: Mapping[str, Tensor]
+    ) -> ForwardOutput:
         place = Same(data), (key, *((name, own.shape) for name, own in tensors.items()))
         if place not in self._records:
             self._keep(place, None)
@@ -123,17 +142,31 @@ class Graphs:
         record = self._records[place]
         if record is None:
             inputs = {name: tensor.clone() for name, tensor in tensors.items()}
-            record = _Record(inputs, self._recorder(lambda: function(inputs)))
+            record = _Record(inputs, self._recorder(lambda: self._placed(function(inputs))))
         else:
             for name, tensor in tensors.items():
                 record.inputs[name].copy_(tensor)
         self._keep(place, record)
-        return each_tensor(torch.clone, record.replay())
+        return record.replay()
 
     def forget(self, data: Tensor) -> None:
         """Drop the records of a cache that is given up."""
         for place in [p for p in self._records if p[0].part is data]:
             del self._records[place]
+
+    def _placed(self, out: ForwardOutput) -> ForwardOutput:
+        """Return an output in the place that all records have for it, so that none keeps its own.
+
+        A place that is too small is left to the records that know it.
+        """
+
+        def move(name: str, tensor: Tensor) -> Tensor:
+            key, size = (name, tensor.dtype), tensor.numel()
+            if key not in self._places or len(self._places[key]) < size:
+                self._places[key] = torch.empty_like(tensor).flatten()
+            return self._places[key][:size].view(tensor.shape).copy_(tensor)
+
+        return _each(move, out)
 
     def _keep(self, place: tuple[Same, Hashable], record: _Record | None) -> None:
         self._records[place] = record
@@ -142,18 +175,18 @@ class Graphs:
             self._records.popitem(last=False)
 
 
-def each_tensor(function: Callable[[Tensor], Tensor], out: ForwardOutput) -> ForwardOutput:
-    """Return an output with `function` of every tensor."""
+def _each(function: Callable[[str, Tensor], Tensor], out: ForwardOutput) -> ForwardOutput:
+    """Return an output with `function` of every tensor and its name."""
     return ForwardOutput(
-        None if out.logits is None else function(out.logits),
-        {layer: function(states) for layer, states in out.hidden.items()},
-        None if out.carried is None else function(out.carried),
+        None if out.logits is None else function("logits", out.logits),
+        {layer: function(f"hidden {layer}", states) for layer, states in out.hidden.items()},
+        None if out.carried is None else function(CARRIED, out.carried),
     )
 
 
-def batch_bucket(batch: int) -> int:
-    """Return the batch that a record has for `batch` rows: a power of two."""
-    return 1 << (batch - 1).bit_length()
+def bucket(count: int) -> int:
+    """Return the rows, or tokens of a row, that a record has for so many: a power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def reach_bucket(max_end: int, room: int) -> int:
@@ -165,4 +198,4 @@ def reach_bucket(max_end: int, room: int) -> int:
         max_end: the most keys of a row.
         room: positions of the cache.
     """
-    return min(max(KEY_RANGE, 1 << (max_end - 1).bit_length()), room)
+    return min(max(KEY_RANGE, bucket(max_end)), room)

@@ -13,18 +13,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.attention.pattern import AttentionPattern
+from hybrid.attention.pattern import AttentionPattern, causal
 from hybrid.cache.kv_cache import KVCache
 from hybrid.carried import Carried
 from hybrid.kernels.hybrid_attention import Layout, hybrid_attention, lay_out
 from hybrid.kernels.qkv_rope_append import qkv_rope_append
 from hybrid.kernels.rms_norm import rms_norm
 from hybrid.kernels.swiglu import swiglu
-from hybrid.models.graphs import batch_bucket, each_tensor, reach_bucket
+from hybrid.models.graphs import CARRIED, bucket, reach_bucket
 from hybrid.models.joint_pass import JointPass, can_join
-from hybrid.models.passes import Operations, Plan, run_pass
+from hybrid.models.passes import OF_TOKENS, Operations, Plan, run_pass
 from hybrid.models.weights import Layer
 from hybrid.protocols import ForwardOutput
 from hybrid.types import Write
@@ -152,6 +153,7 @@ def prepare(
     write: Write,
     carried: Carried | None,
     batch: int,
+    width: int,
 ) -> tuple[Launch, list[int]]:
     """Describe a pass: how kernels are started, and the numbers that they read.
 
@@ -162,8 +164,13 @@ def prepare(
         write: where keys go.
         carried: what rides along.
         batch: B, or more: rows that write nothing and see nothing fill it up.
+        width: T, or more in a causal pass: nobody sees the tokens that fill it up, and slots write
+            their keys over those of them.
     """
-    tokens, numbers = _lay_out(pattern, cache, rows, write, 0, batch)
+    wide = pattern
+    if width > pattern.num_tokens:
+        wide = causal([pattern.row_prefix(b) for b in range(len(rows))], width)
+    tokens, numbers = _lay_out(wide, cache, rows, write, 0, batch)
     slots = None
     if carried is not None:
         before = pattern.num_tokens
@@ -231,13 +238,22 @@ def run_on_kernels(
     batch, graphs = len(rows), backbone.graphs
     if write == Write.COMMIT or not backbone.reads_nothing_back:
         graphs = None
-    num_rows = batch if graphs is None else batch_bucket(batch)
-    launch, numbers = prepare(pattern, cache, rows, write, carried, num_rows)
+    num_rows, num_tokens = batch, pattern.num_tokens
+    width = num_tokens
+    if graphs is not None:
+        num_rows = bucket(batch)
+        # Logits may be counted from the last token, and an adapter's gate counts tokens.
+        if not plan.num_logits and plan.layers.part is backbone.layers:
+            width = _width(pattern, cache, rows, write)
+    launch, numbers = prepare(pattern, cache, rows, write, carried, num_rows, width)
     given = {**tensors, POSITIONS: position_ids}
+    if width > num_tokens:
+        for name in given.keys() & {*OF_TOKENS, POSITIONS}:
+            given[name] = _filled_up(given[name], width, 1)
     if carried is not None:
         given[SLOT_POSITIONS] = carried.position_ids
     if num_rows > batch:
-        given = {name: _filled_up(tensor, num_rows) for name, tensor in given.items()}
+        given = {name: _filled_up(tensor, num_rows, 0) for name, tensor in given.items()}
     # Waits for nothing, and is safe: what is not pinned the driver copies before it returns.
     on_host = torch.tensor(numbers, dtype=torch.int32)
     given[NUMBERS] = on_host.to(backbone.device, non_blocking=True)
@@ -245,8 +261,12 @@ def run_on_kernels(
         return _run(backbone, cache.data, plan, launch, given)
     launch = launch.reaching(cache.data.shape[4])
     function = partial(_run, backbone, cache.data, plan, launch)
-    out = graphs.run(cache.data, (plan, launch), function, given)
-    return out if num_rows == batch else each_tensor(lambda tensor: tensor[:batch], out)
+
+    def crop(name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor[:batch]
+        return tensor if name == CARRIED else tensor[:, :num_tokens]
+
+    return graphs.run(cache.data, (plan, launch), function, given, crop)
 
 
 def _run(
@@ -267,6 +287,20 @@ def _run(
     return run_pass(backbone, plan, tensors, tokens, slots)
 
 
-def _filled_up(tensor: Tensor, num_rows: int) -> Tensor:
-    """Return [B, ...] with rows of zeros behind it."""
-    return torch.cat([tensor, tensor.new_zeros(num_rows - len(tensor), *tensor.shape[1:])])
+def _width(pattern: AttentionPattern, cache: KVCache, rows: Sequence[int], write: Write) -> int:
+    """Return the tokens of a row that a record has for a pass, T where none may be added.
+
+    Behind a causal pass there may be more, as far as the cache has places for their keys.
+    """
+    is_ordinary = pattern.positions is None and all(isinstance(p, int) for p in pattern.prefix_len)
+    if not (pattern.is_causal and is_ordinary) or write == Write.REFRESH:
+        return pattern.num_tokens
+    width = bucket(pattern.num_tokens)
+    fits = max(cache.lengths[row] for row in rows) + width <= cache.data.shape[4]
+    return width if fits else pattern.num_tokens
+
+
+def _filled_up(tensor: Tensor, count: int, dim: int) -> Tensor:
+    """Return a tensor [B, T, ...] with zeros behind it, so that dimension 0 or 1 has `count`."""
+    missing = [0, 0] * (tensor.ndim - dim - 1) + [0, count - tensor.shape[dim]]
+    return F.pad(tensor, missing)

@@ -128,6 +128,10 @@ class Plan:
         return cls(layers, 0 if entry is None else entry.layer, kept, num_logits, slots)
 
 
+OF_TOKENS = ("ids", "hidden")
+"""Of the names of `named_tensors`, those whose tensors are [B, T, ...]."""
+
+
 def named_tensors(
     input_ids: Tensor | None, logits_at: Tensor | None, entry: Entry | None, carried: Carried | None
 ) -> dict[str, Tensor]:

@@ -114,6 +114,11 @@ class NativeBackbone:
         return batch * num_positions * per_token
 
     @property
+    def runs_kernels(self) -> bool:
+        """Whether passes run on the kernels, all but those with features."""
+        return self._fits_kernels and choose("hybrid_attention", self.device) == "triton"
+
+    @property
     def idle_nbytes(self) -> int:
         """Bytes of earlier caches, kept for the next one and freed for it if need be."""
         return 0 if self.pool is None else self.pool.idle_nbytes
@@ -150,7 +155,7 @@ class NativeBackbone:
         given = pattern, cache, rows, position_ids, write
         if features is not None:
             out = run_pass(self, plan, tensors, FeaturePass(features, self, *given), None)
-        elif self._fits_kernels and choose("hybrid_attention", self.device) == "triton":
+        elif self.runs_kernels:
             out = run_on_kernels(self, plan, tensors, *given, carried)
         else:
             slots = None

@@ -69,17 +69,6 @@ class AcceptanceModel:
         return [self._typical(_place(kind, first_slot + i, i)) for i in range(count)]
 
     def usual(self, first_slot: int, count: int) -> list[float]:
-        """Return the odds of a draft that nobody looked at: `typical` ones of its kind."""
-        return self.typical(_kind(first_slot), first_slot or 1, count)
-
-    def known(self, first_slot: int, confidences: Sequence[float]) -> list[float]:
-        """Return the odds of a draft by the confidence in each of its tokens."""
-        return [
-            self.probability(slot_of(first_slot, i), confidence)
-            for i, confidence in enumerate(confidences)
-        ]
-
-    def usual(self, first_slot: int, count: int) -> list[float]:
         """Return the odds of a draft that nobody has looked at: `typical` ones of its kind."""
         return self.typical(_kind(first_slot), first_slot or 1, count)
 

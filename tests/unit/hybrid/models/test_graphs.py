@@ -6,19 +6,32 @@ On a GPU these are CUDA graphs; elsewhere a stand-in that is as strict (tests/ke
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from kernel_passes import DEVICE, PASSES, StandIn, drafter, filled_cache, model, recording, run
+from kernel_passes import (
+    DEVICE,
+    PASSES,
+    VOCAB,
+    StandIn,
+    drafter,
+    filled_cache,
+    model,
+    recording,
+    run,
+)
 
 from hybrid import HybridDecoder
 from hybrid.attention.pattern import bidirectional, causal
 from hybrid.cache.pool import CachePool
 from hybrid.kernels import dispatch
-from hybrid.models.graphs import CudaRecorder, Graphs, batch_bucket, reach_bucket
+from hybrid.models.graphs import CudaRecorder, Graphs, bucket, reach_bucket
 from hybrid.protocols import Entry, ForwardOutput
 from hybrid.types import Write
 
@@ -62,7 +75,7 @@ def test_a_replay_equals_an_ordinary_pass(kind):
     assert len(twin.graphs) == 1
 
 
-@pytest.mark.parametrize("kind", ["verify", "ragged", "carrying"])
+@pytest.mark.parametrize("kind", ["verify", "ragged", "carrying", "wide-carrying", "random-tokens"])
 def test_rows_that_fill_up_a_batch_touch_nothing(kind):
     """Three rows run as four; when one has ended, its place is filled up."""
     twin = recording(model("llama"))
@@ -74,6 +87,70 @@ def test_rows_that_fill_up_a_batch_touch_nothing(kind):
     assert torch.equal(made.data[:, :, 1].nan_to_num(9.0), kept[:, :, 1].nan_to_num(9.0))
     alone = filled_cache(twin, (9, 5, 7, 6))
     assert_same(found[-1], run(model("llama"), alone, kind, (3, 0, 2), 2))
+
+
+def verified(backbone, made, width, seed, **more):
+    """A verify pass of the first row; what it returns, and the keys of its tokens."""
+    start = made.lengths[0]
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 31, (1, width), generator=draw).to(DEVICE)
+    positions = torch.arange(start, start + width, device=DEVICE)[None]
+    out = backbone.forward(ids, positions, causal([start], width), made, [0], **more)
+    found = {"logits": out.logits, **{f"tap {n}": own for n, own in out.hidden.items()}}
+    return {**found, "keys": made.data[:, :, 0, :, : start + width].clone()}
+
+
+def test_widths_that_round_up_to_one_power_of_two_share_a_record():
+    backbone, twin = model("mistral-window"), recording(model("mistral-window"))
+    caches = [filled_cache(own, (9,)) for own in (twin, backbone)]
+    for seed, width in enumerate((5, 6, 8, 7, 5)):
+        ours, theirs = (
+            verified(own, made, width, seed, taps=(1,))
+            for own, made in zip((twin, backbone), caches, strict=True)
+        )
+        assert ours["logits"].shape == (1, width, VOCAB)
+        assert ours["logits"].is_contiguous()
+        assert_same(ours, theirs)
+        for made in caches:
+            made.commit(0, 2)
+    assert len(twin.graphs) == 1
+
+
+def test_nothing_is_added_where_the_cache_has_no_place_for_it():
+    """Nor where logits are counted from the last token."""
+    twin = recording(model("llama"))
+    made = twin.new_cache(1, 16)
+    assert made.data.shape[4] == 16
+    made.data.normal_()
+    made.commit(0, 11)
+    for seed in range(2):
+        verified(twin, made, 5, seed)
+    for seed in range(2):
+        verified(twin, made, 3, seed)
+    assert len(twin.graphs) == 2
+    last = [verified(twin, made, 3, seed, num_logits=1) for seed in (5, 6)]
+    whole = [verified(twin, made, 3, seed) for seed in (5, 6)]
+    assert len(twin.graphs) == 3
+    for ours, theirs in zip(last, whole, strict=True):
+        torch.testing.assert_close(ours["logits"], theirs["logits"][:, -1:])
+
+
+@pytest.mark.parametrize("field", ["prefix_len", "positions"])
+def test_what_tokens_see_or_where_they_stand_is_not_changed_by_a_record(field):
+    """Causal among each other, but not one behind the other: denoising passes are like that."""
+    start, pattern = 9, causal([9], 3)
+    special = {"prefix_len": ((9, 4, 2),), "positions": ((9, 11, 30),)}[field]
+    pattern = replace(pattern, **{field: special})
+    found = []
+    for own in (recording(model("mistral-window")), model("mistral-window")):
+        made = filled_cache(own, (start,))
+        ids = torch.tensor([[3, 1, 4]], device=DEVICE)
+        positions = torch.tensor(pattern.positions or [[9, 10, 11]], device=DEVICE)
+        for _ in range(3):
+            out = own.forward(ids, positions, pattern, made, [0])
+        found.append(out.logits)
+    assert torch.equal(*found)
+    assert found[0].shape[1] == 3
 
 
 def late(backbone, adapter, hidden, made):
@@ -188,6 +265,64 @@ def test_records_belong_to_a_cache_and_go_with_it():
     assert (recorder.num_recorded, recorder.num_replayed) == (2, 1)
 
 
+def test_records_have_one_place_for_what_they_return():
+    """So that their number is not what decides how much memory they keep."""
+    graphs, data = Graphs(StandIn()), torch.zeros(1)
+
+    def function(tensors):
+        return ForwardOutput(tensors["x"] * 2, {3: tensors["x"].double()}, tensors["x"] + 1)
+
+    kept = []
+    for size in (2, 5, 3) * 2:
+        x = torch.rand(1, size)
+        kept.append((x, graphs.run(data, "key", function, {"x": x})))
+    assert len(graphs) == 3
+    for x, out in kept:
+        assert torch.equal(out.logits, x * 2)
+        assert torch.equal(out.hidden[3], x.double())
+        assert torch.equal(out.carried, x + 1)
+    assert [len(place) for place in graphs._places.values()] == [5, 5, 5]
+
+
+def test_calls_at_once_wait_for_each_other():
+    """A pass writes where the one before it wrote, so that one must have been copied."""
+    active, most = [], []
+
+    class Slow(StandIn):
+        def __call__(self, function):
+            replay = super().__call__(function)
+
+            def slowly():
+                active.append(1)
+                out = replay()
+                time.sleep(0.002)
+                most.append(len(active))
+                return out
+
+            return slowly
+
+    graphs = Graphs(Slow())
+    seen = {}
+
+    def copied(name, tensor):
+        active.pop()
+        return tensor
+
+    def call(value):
+        data, x = torch.zeros(1), torch.full((4,), float(value))
+        first = [graphs.run(data, "key", output, {"x": x})]
+        rest = [graphs.run(data, "key", output, {"x": x}, copied) for _ in range(8)]
+        seen[value] = [out.logits.tolist() for out in first + rest]
+
+    threads = [threading.Thread(target=call, args=(value,)) for value in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {value: [[2.0 * value] * 4] * 9 for value in range(3)}
+    assert max(most) == 1
+
+
 # CUDA's recorder
 
 
@@ -271,9 +406,9 @@ def test_the_stand_in_is_strict(read):
         StandIn()(function)
 
 
-@pytest.mark.parametrize(("batch", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16)])
-def test_batches_are_powers_of_two(batch, bucket):
-    assert batch_bucket(batch) == bucket
+@pytest.mark.parametrize(("count", "power"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16)])
+def test_batches_and_widths_are_powers_of_two(count, power):
+    assert bucket(count) == power
 
 
 def test_a_reach_is_a_power_of_two_and_fits_the_cache():
