@@ -99,6 +99,7 @@ class HybridDecoder:
         verifier: str | Verifier = "auto",
         num_draft_tokens: int | None = None,
         exact: bool = False,
+        compile: bool = False,
         progress: Progress | None = None,
     ) -> HybridDecoder:
         """Load a model, fetching and converting it on first use.
@@ -114,8 +115,10 @@ class HybridDecoder:
             verifier: see the constructor.
             num_draft_tokens: see the constructor.
             exact: make a token's logits bit-identical whatever shares the pass, so that speculative
-                decoding writes what "ar" writes at temperature 0 (docs/exact.md). On a CPU 4-bit
-                and bfloat16 ones are so anyway, and AR decoding in float32 gets slower.
+                decoding writes what "ar" writes at temperature 0, at a cost (docs/exact.md). On a
+                CPU 4-bit ones are so anyway.
+            compile: on a CPU, compile norms, rotations and gates with torch.compile. No faster on
+                the CPUs that were measured; needs a C++ compiler and a minute.
             progress: called with (what, done, total) while fetching and converting.
 
         Raises:
@@ -129,6 +132,7 @@ class HybridDecoder:
             dtype=dtype,
             adapter=adapter,
             exact=exact,
+            compile=compile,
             progress=progress,
         )
         return cls(

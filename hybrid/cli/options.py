@@ -53,6 +53,9 @@ class ModelOptions:
     exact: Annotated[
         bool, _model("Logits have the same bits whatever shares a pass; slower.", "--exact")
     ] = False
+    compile: Annotated[
+        bool, _model("On a CPU: torch.compile what is no product; try it.", "--compile")
+    ] = False
 
 
 @dataclass(frozen=True)

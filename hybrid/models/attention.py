@@ -16,7 +16,6 @@ from torch import Tensor
 from hybrid.attention.pattern import AttentionPattern
 from hybrid.cache.kv_cache import KVCache, padded
 from hybrid.kernels.block_attention import block_attention, token_attention
-from hybrid.models.moe import swiglu
 from hybrid.models.passes import Operations
 from hybrid.models.weights import Layer
 from hybrid.types import Write
@@ -76,12 +75,12 @@ class PlainPass(Operations):
 
     def norm(self, x: Tensor, weight: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the norm of x + update, and the sum."""
-        x = x if update is None else x + update
-        return self.backbone.rms_norm(x, weight), x
+        backbone = self.backbone
+        return backbone.elementwise.norm(x, update, weight, backbone.spec.norm_eps)
 
     def mlp(self, layer: Layer, x: Tensor) -> Tensor:
         """Return what the MLP of a layer, and its experts, make of normed x [N, C]."""
-        update = swiglu(x, layer.gate_up, layer.down, exact=self.backbone.exact)
+        update = layer.down(self.backbone.elementwise.gate(layer.gate_up(x)))
         return update if layer.experts is None else update + layer.experts(x)
 
     def attend(self, layer: Layer, index: int, qkv: Tensor) -> Tensor:
@@ -140,9 +139,7 @@ class PlainPass(Operations):
             keys = slice(s.num_heads, self.num_rotated)
             qkv[:, keys] = norm(qkv[:, keys], layer.k_norm)
         rotated = qkv[:, : self.num_rotated, :dim]
-        # Rolling by half its width swaps the halves; the sign lies in self.sin.
-        swapped = rotated.roll(dim // 2, dims=-1)
-        torch.addcmul(rotated * self.cos[tokens], swapped, self.sin[tokens], out=rotated)
+        self.backbone.elementwise.rotate(rotated, self.cos[tokens], self.sin[tokens])
         if self.query_scale is not None:
             qkv[:, : s.num_heads].mul_(self.query_scale[tokens])
 

@@ -52,6 +52,7 @@ def load_model(
     dtype: str = "auto",
     adapter: str | Path | None = None,
     exact: bool = False,
+    compile: bool = False,
     trainable: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -67,6 +68,7 @@ def load_model(
             a model with bidirectional context it is a PEFT folder of D2F, which acts in every pass
             and makes the context block-causal.
         exact: see `NativeBackbone`; other backbones refuse it.
+        compile: likewise.
         trainable: keep the weights in the layout that a gradient can pass, slower on a CPU.
         progress: see `hybrid.models.store.resolve`.
 
@@ -91,8 +93,10 @@ def load_model(
     backbone: NativeBackbone | HFBackbone | DiffusionGemma
     reason, bound = why_not_native(config), None
     if config.get("model_type") == "diffusion_gemma":
-        if dtype == "int4" or exact or adapter is not None:
-            raise ConfigError("DiffusionGemma runs by its own code: no int4, exact or adapter.")
+        if dtype == "int4" or exact or compile or adapter is not None:
+            raise ConfigError(
+                "DiffusionGemma runs by its own code: no int4, exact, compile or adapter."
+            )
         backbone = DiffusionGemma.from_path(path, where, activations)
     elif reason is None:
         if dtype == "int4" and not _is_int4(config):
@@ -104,13 +108,19 @@ def load_model(
         if adapter is not None and spec_from_config(config).context == Context.BIDIRECTIONAL:
             merged = Path(adapter)
         backbone = _native(
-            checkpoint, where, activations, merged, exact=exact, reorder=not trainable
+            checkpoint,
+            where,
+            activations,
+            merged,
+            exact=exact,
+            compile=compile,
+            reorder=not trainable,
         )
         if merged is None:
             bound = _adapter(name_of(path) or str(model), backbone, adapter)
     else:
-        if dtype == "int4" or exact:
-            what = "dtype: int4" if dtype == "int4" else "exact: it"
+        if dtype == "int4" or exact or compile:
+            what = "dtype: int4" if dtype == "int4" else "exact: it" if exact else "compile: it"
             raise ConfigError(
                 f"{what} needs a model that the native backbone runs (`hybrid list families`), got "
                 f"{model}: {reason}. Leave it out."
@@ -186,11 +196,11 @@ def _native(
     device: torch.device,
     dtype: torch.dtype,
     merged: Path | None,
-    *,
-    exact: bool,
-    reorder: bool,
+    **how: bool,
 ) -> NativeBackbone:
     """Load a model; a PEFT folder is merged into its weights as they are read.
+
+    `how` are further arguments of `NativeBackbone`.
 
     The one published use of such adapters for bidirectional models is D2F (arXiv:2508.09192), which
     makes them block-causal.
@@ -202,7 +212,7 @@ def _native(
     if merged is not None:
         weights = Merged(weights, read_updates(merged, names))
         spec = replace(spec, context=Context.BLOCK_CAUSAL, default_strategy="d2f")
-    return NativeBackbone(spec, weights, device=device, dtype=dtype, exact=exact, reorder=reorder)
+    return NativeBackbone(spec, weights, device=device, dtype=dtype, **how)
 
 
 def _foreign(

@@ -9,31 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid.models.elementwise import gate, gate_in_parts
 from hybrid.models.linear import Linear
 from hybrid.models.spec import MoeSpec
-
-# Elements from which on torch divides an operation among threads, at any place in a row. What a
-# vector unit leaves over there is computed by other code: of float32 SiLUs one in 25 differs.
-_SERIAL_ELEMENTS = 32_768
-
-
-def swiglu(x: Tensor, gate_up: Linear, down: Linear, *, exact: bool = False) -> Tensor:
-    """Return W_down (silu(W_gate x) * W_up x) (arXiv:2002.05202), [N, C] for x [N, C].
-
-    Args:
-        x: [N, C].
-        gate_up: [C] -> [2 I].
-        down: [I] -> [C].
-        exact: give a row the same bits among any others, whatever the number of threads.
-    """
-    gate, up = gate_up(x).chunk(2, dim=-1)
-    if exact and gate.numel() > _SERIAL_ELEMENTS and gate.device.type == "cpu":
-        rows = max(1, _SERIAL_ELEMENTS // gate.shape[1])
-        return down(torch.cat([F.silu(part) for part in torch.split(gate, rows)]).mul_(up))
-    return down(F.silu(gate).mul_(up))
 
 
 class Experts:
@@ -60,10 +40,10 @@ class Experts:
             bias: [E] float32 or None.
             experts: E pairs. Steady layers: how many tokens an expert gets depends on what else is
                 in the pass, a token's bits must not.
-            exact: see `swiglu`.
+            exact: see `Elementwise`.
         """
         self.spec, self.experts, self._router, self._bias = spec, experts, router, bias
-        self._is_exact = exact
+        self._gate = gate_in_parts if exact else gate
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N, C] for x [N, C]."""
@@ -72,7 +52,8 @@ class Experts:
         # In order of the experts, so that a token's sum has one order whatever the pass.
         for index in sorted({*chosen.flatten().tolist()}):
             tokens, slots = (chosen == index).nonzero(as_tuple=True)
-            update = swiglu(x[tokens], *self.experts[index], exact=self._is_exact).float()
+            gate_up, down = self.experts[index]
+            update = down(self._gate(gate_up(x[tokens]))).float()
             out.index_add_(0, tokens, update * weights[tokens, slots, None])
         return out.to(x.dtype)
 

@@ -22,6 +22,7 @@ from hybrid.errors import ConfigError
 from hybrid.kernels.dispatch import choose
 from hybrid.models.attention import PlainPass
 from hybrid.models.checkpoint import Weight
+from hybrid.models.elementwise import Elementwise
 from hybrid.models.feature_cache import FeatureCache, FeaturePass
 from hybrid.models.graphs import CudaRecorder, Graphs
 from hybrid.models.kernel_pass import MAX_HEAD_DIM, MAX_WIDTH, run_on_kernels
@@ -44,6 +45,7 @@ class NativeBackbone:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         exact: bool = False,
+        compile: bool = False,
         reorder: bool = False,
         share: bool = False,
     ) -> None:
@@ -55,17 +57,23 @@ class NativeBackbone:
             device: where to run.
             dtype: of activations and dense weights.
             exact: give a token's logits the same bits whatever shares its pass (docs/exact.md). On
-                a CPU it changes float32 alone, packed 4-bit and bfloat16 are so anyway.
+                a CPU those of packed 4-bit layers have them anyway.
+            compile: on a CPU, compile what is neither a product nor attention.
             reorder: on a CPU, hold dense weights in the order that its kernels read: several times
                 faster, no gradient. A tied head is then a second copy of the embedding.
             share: compute with the very tensors that are given, in place of copies that are fused.
 
         Raises:
             CheckpointError: a tensor is missing or has the wrong shape.
-            ConfigError: exact on a GPU where the kernels do not run the model.
+            ConfigError: exact on a GPU where the kernels do not run the model; compile on a GPU,
+                with exact, or where torch cannot.
         """
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
-        self.exact = exact
+        if compile and self.device.type != "cpu":
+            raise ConfigError(
+                f"compile: got {self.device}, expected a CPU: on a GPU kernels run. Leave it out."
+            )
+        self.exact, self.elementwise = exact, Elementwise(exact=exact, compiled=compile)
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_layers, self.max_seq_len = spec.num_layers, spec.max_seq_len
         # Frequencies that follow the length of a pass must see the prompt whole.

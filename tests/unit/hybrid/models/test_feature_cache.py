@@ -10,8 +10,8 @@ from block_twins import model
 from torch import Tensor
 
 from hybrid.attention.pattern import bidirectional
+from hybrid.models.elementwise import gate
 from hybrid.models.feature_cache import FeatureCache
-from hybrid.models.moe import swiglu
 from hybrid.models.transformer import NativeBackbone
 from hybrid.types import Write
 
@@ -121,7 +121,7 @@ class Twin:
             held["attention"][chosen] = update[chosen]
             x = x + held["attention"][:size]
             h = self.backbone.rms_norm(x, layer.post_norm)
-            held["mlp"][chosen] = swiglu(h, layer.gate_up, layer.down)[chosen]
+            held["mlp"][chosen] = layer.down(gate(layer.gate_up(h)))[chosen]
             x = x + held["mlp"][:size]
         self.number += 1
         return self.backbone.head(self.backbone.rms_norm(x, self.backbone.norm))

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybrid.models.elementwise import gate
 from hybrid.models.linear import DenseLinear
-from hybrid.models.moe import Experts, swiglu
+from hybrid.models.moe import Experts
 from hybrid.models.spec import MoeSpec
 
 WIDTH, SIZE = 64, 64
@@ -114,9 +115,8 @@ def test_a_tokens_bits_do_not_depend_on_the_others(name: str, dtype: torch.dtype
 def test_an_mlp_without_width_adds_nothing() -> None:
     """The shared experts of a layer that has none."""
     x, nothing = torch.randn(3, WIDTH), torch.empty(0, WIDTH)
-    assert torch.equal(
-        swiglu(x, DenseLinear(nothing), DenseLinear(nothing.T)), torch.zeros(3, WIDTH)
-    )
+    hidden = gate(DenseLinear(nothing)(x))
+    assert torch.equal(DenseLinear(nothing.T)(hidden), torch.zeros(3, WIDTH))
 
 
 def test_nbytes_counts_router_and_experts() -> None:
