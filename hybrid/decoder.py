@@ -117,8 +117,8 @@ class HybridDecoder:
             exact: make a token's logits bit-identical whatever shares the pass, so that speculative
                 decoding writes what "ar" writes at temperature 0, at a cost (docs/exact.md). On a
                 CPU 4-bit ones are so anyway.
-            compile: on a CPU, compile norms, rotations and gates with torch.compile. No faster on
-                the CPUs that were measured; needs a C++ compiler and a minute.
+            compile: on a CPU, compile norms, rotations and gates with torch.compile, which needs a
+                C++ compiler. Slower on the CPUs that were measured (docs/log.md): try it on yours.
             progress: called with (what, done, total) while fetching and converting.
 
         Raises:
