@@ -16,7 +16,8 @@ from hybrid.export.layouts import save_speculators, save_transformers
 from hybrid.files import replacing_folder
 from hybrid.models.checkpoint import open_checkpoint, read_json
 from hybrid.models.dflash_files import dflash_spec, load_dflash, save_dflash
-from hybrid.models.draft_config import DraftConfig, read_adapter
+from hybrid.models.draft_config import DraftConfig, is_adapter, read_adapter
+from hybrid.models.families import spec_from_config, why_not_native
 from hybrid.models.store import resolve
 from hybrid.plug.carried import FOLDER, write_custom_generate
 from hybrid.training.self_diffusion.export import save_adapter
@@ -76,7 +77,7 @@ def export(
         if engine != "hf":
             raise ConfigError(f"custom_generate: got engine {engine!r}, expected 'hf'.")
         return _export_target(folder, output, target, force)
-    if (folder / "draft_config.json").is_file():
+    if is_adapter(folder):
         return _export_adapter(engine, folder, output, target, force)
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
@@ -90,7 +91,7 @@ def _is_export(folder: Path) -> bool:
     """Whether a folder holds what this module writes; a target's own checkpoint is no export."""
     if (folder / ".git").exists():
         return False
-    if any((folder / name).is_file() for name in ("draft_config.json", f"{FOLDER}/generate.py")):
+    if is_adapter(folder) or (folder / FOLDER / "generate.py").is_file():
         return True
     try:
         dflash_spec(read_json(folder / "config.json"))
@@ -155,18 +156,20 @@ def _export_target(folder: Path, output: Path, target: str | None, force: bool) 
             "target: got none, expected the model whose checkpoint is to carry the drafter. "
             "Give --target MODEL."
         )
-    is_adapter = (folder / "draft_config.json").is_file()
-    if not is_adapter:
-        load_dflash(folder)  # what cannot be read is not carried
-    checkpoint = resolve(name, "float32")
+    checkpoint, drafts_itself = resolve(name, "float32"), is_adapter(folder)
+    # What cannot be read, or drafts for another model, is not carried.
+    own = read_adapter(folder)[0] if drafts_itself else load_dflash(folder).spec
+    config = read_json(checkpoint / "config.json")
+    if why_not_native(config) is None:
+        own.check_target(spec_from_config(config))
     with replacing_folder(output, force=force) as part:
         shutil.copytree(checkpoint, part, dirs_exist_ok=True)
         write_custom_generate(
             part,
-            drafter=None if is_adapter else folder,
-            adapter=folder if is_adapter else None,
+            drafter=None if drafts_itself else folder,
+            adapter=folder if drafts_itself else None,
         )
-    kind = "adapter" if is_adapter else "dflash"
+    kind = "adapter" if drafts_itself else "dflash"
     return Exported(output, kind, serving.custom_generate(output))
 
 

@@ -31,9 +31,9 @@ from hybrid.kernels.gated_lora import gated_lora
 from hybrid.models.checkpoint import INT4_GROUP, Int4Blocks
 from hybrid.models.draft_config import (
     ATTENTION,
+    DRAFT_CONFIG,
     MLP,
     DraftConfig,
-    base_shape,
     lora_prefix,
     plain_config,
     projection_shapes,
@@ -190,16 +190,9 @@ class DiffusionAdapter:
         Raises:
             CheckpointError: made for another model, or tensors are missing or misshapen.
         """
-        expected = base_shape(backbone)
-        if dict(config.base) != expected:
-            differs = {k: (config.base.get(k), v) for k, v in expected.items()}
-            differs = {k: v for k, v in differs.items() if v[0] != v[1]}
-            raise CheckpointError(
-                f"Adapter is for another model: {differs} (adapter, model). "
-                "Give the adapter that was trained for this checkpoint, or none."
-            )
+        config.check_target(backbone)
         if problem := config.problem(backbone.spec):
-            raise CheckpointError(f"Adapter: {problem} Its draft_config.json is damaged.")
+            raise CheckpointError(f"Adapter: {problem} Its {DRAFT_CONFIG} is damaged.")
         self.config, self.backbone, self._tensors = config, backbone, tensors
         self._gated: dict[int, GatedLayers] = {}
         # Plain weights are there to be trained, or on a GPU: no second copy of them.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.hf import HFBackbone
 from hybrid.models.rope import Rope
-from hybrid.models.spec import RopeSpec
+from hybrid.models.spec import ModelSpec, RopeSpec
 from hybrid.models.transformer import NativeBackbone
 from hybrid.protocols import Backbone
 
@@ -84,8 +84,8 @@ class DFlashSpec:
                 f"not the last one of the target's {num_layers}."
             )
 
-    def check_target(self, backbone: Backbone) -> None:
-        """Check that this network drafts for `backbone`.
+    def check_target(self, backbone: Backbone | ModelSpec) -> None:
+        """Check that this network drafts for `backbone`, or for a model that is so described.
 
         Raises:
             CheckpointError: it was made for a target of another shape.

@@ -22,6 +22,7 @@ from hybrid.models.spec import ModelSpec
 if TYPE_CHECKING:
     from hybrid.models.transformer import NativeBackbone
 
+DRAFT_CONFIG = "draft_config.json"
 PEFT_PREFIX = "base_model.model.model.layers"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -141,14 +142,32 @@ class DraftConfig:
             )
         return None
 
+    def differs(self, target: NativeBackbone | ModelSpec) -> dict[str, tuple[int | None, int]]:
+        """Return in what a model is not the one it belongs to: {number: (its own, the model's)}."""
+        expected = base_shape(target)
+        pairs = {name: (self.base.get(name), value) for name, value in expected.items()}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def check_target(self, target: NativeBackbone | ModelSpec) -> None:
+        """Check that it belongs to a model.
+
+        Raises:
+            CheckpointError: it belongs to another.
+        """
+        if differs := self.differs(target):
+            raise CheckpointError(
+                f"Adapter is for another model: {differs} (adapter, model). "
+                "Give the adapter that was trained for this checkpoint, or none."
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
         return asdict(self)
 
 
-def base_shape(backbone: NativeBackbone) -> dict[str, int]:
+def base_shape(target: NativeBackbone | ModelSpec) -> dict[str, int]:
     """Return the numbers by which an adapter recognises its model."""
-    s = backbone.spec
+    s = target if isinstance(target, ModelSpec) else target.spec
     return {
         "vocab_size": s.vocab_size,
         "hidden_size": s.hidden_size,
@@ -224,13 +243,18 @@ def plain_config(
     return config, tensors
 
 
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder says how it drafts; PEFT's own files do not."""
+    return (folder / DRAFT_CONFIG).is_file()
+
+
 def read_adapter(folder: Path) -> tuple[DraftConfig, dict[str, Tensor]]:
     """Read an adapter folder without binding it.
 
     Raises:
         CheckpointError: missing or damaged files.
     """
-    names = ("draft_config.json", "adapter_model.safetensors", "draft_model.safetensors")
+    names = (DRAFT_CONFIG, "adapter_model.safetensors", "draft_model.safetensors")
     missing = [name for name in names if not (folder / name).is_file()]
     try:
         if names[0] not in missing:

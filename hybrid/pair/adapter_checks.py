@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybrid.export.export import why_not_served
-from hybrid.models.draft_config import DraftConfig, base_shape, read_adapter
+from hybrid.models.draft_config import DRAFT_CONFIG, DraftConfig, is_adapter, read_adapter
 from hybrid.models.loading import LoadedModel
 from hybrid.models.transformer import NativeBackbone
 from hybrid.pair.finding import Finding, Level, has_problem
@@ -24,8 +24,8 @@ def check_adapter(loaded: LoadedModel, folder: Path) -> tuple[list[Finding], int
     if not isinstance(backbone, NativeBackbone):
         text = "the target runs on transformers' own code, where adapters do not draft"
         return [Finding("target", Level.PROBLEM, text)], None
-    if not (folder / "draft_config.json").is_file():
-        text = "a PEFT folder without draft_config.json: nothing says how its drafts are made"
+    if not is_adapter(folder):
+        text = f"a PEFT folder without {DRAFT_CONFIG}: nothing says how its drafts are made"
         return [Finding("layout", Level.PROBLEM, text)], None
     config, _ = read_adapter(folder)
     findings = [_target(config, backbone), _draft_pass(config, backbone)]
@@ -40,11 +40,10 @@ def check_adapter(loaded: LoadedModel, folder: Path) -> tuple[list[Finding], int
 
 
 def _target(config: DraftConfig, backbone: NativeBackbone) -> Finding:
-    expected = base_shape(backbone)
-    differs = [k for k, value in expected.items() if config.base.get(k) != value]
+    differs = config.differs(backbone)
     if not differs:
         return Finding("target", Level.OK, "made for a target of this shape")
-    listed = ", ".join(f"{k} {config.base.get(k)} instead of {expected[k]}" for k in differs)
+    listed = ", ".join(f"{name} {own} instead of {its}" for name, (own, its) in differs.items())
     return Finding("target", Level.PROBLEM, f"made for another target: {listed}")
 
 

@@ -19,6 +19,7 @@ from hybrid.drafters.dflash import DFlashDrafter
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.models.adapter import load_adapter
 from hybrid.models.dflash_files import load_dflash
+from hybrid.models.draft_config import is_adapter
 from hybrid.models.fetch import Progress
 from hybrid.models.loading import LoadedModel, load_model
 from hybrid.models.transformer import NativeBackbone
@@ -85,7 +86,7 @@ def diagnose(
     """
     if how.max_new_tokens < 2:
         raise ConfigError(f"max_new_tokens: got {how.max_new_tokens}, expected at least 2.")
-    if (drafter / "draft_config.json").is_file() or (drafter / "adapter_config.json").is_file():
+    if is_adapter(drafter) or (drafter / "adapter_config.json").is_file():
         return _diagnose_adapter(target, drafter, how, progress)
     loaded = load_model(target, device=how.device, dtype="float32", progress=progress)
     pair = Pair.read(loaded.path, drafter)

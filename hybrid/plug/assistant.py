@@ -113,6 +113,15 @@ class DFlashAssistant(PreTrainedModel):  # type: ignore[misc]
             network.spec.check_target(HFBackbone(target))
         return cls.wrap(network)
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what is missing where transformers takes this for a model that writes text itself."""
+        if name == "generation_config":
+            raise AttributeError(
+                "DFlashAssistant has no generation_config: it drafts for another model alone. "
+                'Add speculation_type="dflash" to generate(..., assistant_model=...).'
+            )
+        return super().__getattr__(name)
+
     def save_pretrained(self, path: str | Path, **options: Any) -> None:
         """Write the layout of the method's authors, which `from_pretrained` and others load.
 

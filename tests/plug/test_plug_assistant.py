@@ -36,6 +36,14 @@ def target() -> PreTrainedModel:
     return model
 
 
+def test_without_its_speculation_type_generate_says_what_to_add() -> None:
+    model = tiny_model("llama")
+    assistant = DFlashAssistant.wrap(random_network(model))
+    assert not hasattr(assistant, "generation_config")
+    with pytest.raises(AttributeError, match='Add speculation_type="dflash"'):
+        model.generate(torch.tensor([[5, 9, 2]]), assistant_model=assistant, max_new_tokens=5)
+
+
 class Steps:
     """A streamer that counts the tokens of each step of transformers' assisted generation."""
 

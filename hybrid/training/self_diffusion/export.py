@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hybrid.files import replacing, write_json
-from hybrid.models.draft_config import PEFT_PREFIX, DraftConfig
+from hybrid.models.draft_config import DRAFT_CONFIG, PEFT_PREFIX, DraftConfig
 
 
 def save_adapter(
@@ -71,7 +71,7 @@ def save_adapter(
     else:
         _replace_tensors(folder / "draft_model.safetensors", rest)
     write_json(folder / "adapter_config.json", peft_config)
-    write_json(folder / "draft_config.json", config.to_dict())
+    write_json(folder / DRAFT_CONFIG, config.to_dict())
 
 
 def _replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

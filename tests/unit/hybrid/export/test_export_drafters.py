@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import decoder, random_dflash, random_prompts, tiny_backbone
+from repository import ROOT
 from safetensors.torch import load_file
 
 from hybrid.drafters.dflash import DFlashDrafter
@@ -228,6 +229,19 @@ def test_transformers_has_no_biases(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     export("vllm", tmp_path / "dflash", tmp_path / "out")
     assert load_dflash(tmp_path / "out").spec.bias
+
+
+def test_a_checkpoint_carries_no_drafter_of_another_model(drafter: Path, tmp_path: Path) -> None:
+    other = {"hidden_size": 32, "tokenizer": False}
+    target = tiny_checkpoint(tmp_path / "target", "llama", **other)
+    adapter = ROOT / "hybrid" / "adapters" / "smollm2-135m-instruct"
+    for folder, words in (
+        (drafter, "made for a target of hidden size"),
+        (adapter, "another model"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            export("hf", folder, tmp_path / "out", target=str(target), custom_generate=True)
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_carries_its_drafter(drafter: Path, tmp_path: Path) -> None:
