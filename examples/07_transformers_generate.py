@@ -4,13 +4,14 @@ import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from hybrid.models.store import resolve
 from hybrid.plug import attach, detach
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    path = parser.parse_args().model
+    parser.add_argument("--model", default="default")
+    path = resolve(parser.parse_args().model, "float32")  # a folder that transformers loads, too
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     inputs = tokenizer(["1 2 3 1 2 3 1 2", "red, blue, red,"], padding=True, return_tensors="pt")
