@@ -23,10 +23,10 @@ from hybrid.attention.pattern import causal
 from hybrid.kernels import dispatch
 from hybrid.models.adapter import own_drafts
 from hybrid.models.checkpoint import open_checkpoint
+from hybrid.models.elementwise import Elementwise
 from hybrid.models.families import spec_from_config
 from hybrid.models.family_table import FAMILIES
 from hybrid.models.linear import DenseLinear, ReorderedLinear
-from hybrid.models.moe import swiglu
 from hybrid.models.name_maps import Renamed
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
@@ -166,15 +166,11 @@ def test_exact_products_of_the_default_models_shapes(threads, layout, dtype):
 def test_the_gate_of_an_exact_row_is_its_own(threads: int) -> None:
     """Threads part a tensor anywhere, and a vector unit leaves over what it finds there."""
     width, before = 1000, torch.get_num_threads()
-
-    def nothing(x: torch.Tensor) -> torch.Tensor:
-        return x
-
+    gate = Elementwise(exact=True).gate
     x = 3 * torch.randn(47, 2 * width, generator=torch.Generator().manual_seed(0))
     torch.set_num_threads(threads)
     try:
-        together = swiglu(x, nothing, nothing, exact=True)
-        alone = torch.cat([swiglu(row[None], nothing, nothing, exact=True) for row in x])
+        together, alone = gate(x), torch.cat([gate(row[None]) for row in x])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, alone)
