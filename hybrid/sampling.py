@@ -19,6 +19,7 @@ from hybrid.errors import ConfigError
 from hybrid.kernels.logits_stats import logits_stats
 from hybrid.kernels.philox import philox
 from hybrid.kernels.sample import sample as sample_kernel
+from hybrid.kernels.sample import truncate
 from hybrid.transfer import decides_on_device, send
 from hybrid.types import CERTAINTY
 
@@ -106,6 +107,14 @@ def _penalise(
 
 
 def _temper_and_truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+    if decides_on_device(logits.device):
+        return truncate(
+            logits,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
     temperature = max(params.temperature, torch.finfo(torch.float32).tiny)
     logits = (logits - logits.amax(dim=1, keepdim=True)) / temperature
     if 0 < params.top_k < logits.shape[1]:
@@ -124,7 +133,7 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     log_probs = torch.log_softmax(logits, dim=1)
     vocab_size = logits.shape[1]
     widths = (min(_NUCLEUS_GUESS, vocab_size), vocab_size)
-    for width in widths[decides_on_device(logits.device) :]:  # the host alone may look and go on
+    for width in widths:
         ranked = log_probs.topk(width).values
         reached = ranked.double().exp().cumsum(dim=1)
         if width == vocab_size or bool((reached[:, -1] >= top_p).all()):
@@ -140,8 +149,7 @@ def _largest(values: Tensor, ranked: Tensor, counts: Tensor) -> Tensor:
     """
     threshold = ranked.gather(1, counts - 1)
     keep = values >= threshold
-    has_ties = decides_on_device(values.device) or bool((keep.sum(1, keepdim=True) != counts).any())
-    if not has_ties:
+    if not bool((keep.sum(1, keepdim=True) != counts).any()):  # no ties
         return keep
     above, ties = values > threshold, values == threshold
     room = counts - above.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""One token per row from a tempered and truncated law."""
+"""One token per row from a tempered and truncated law, and that law itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hybrid.kernels import dispatch
 from hybrid.kernels.rows import per_row, require_logits
-from hybrid.kernels.sample.reference import sample_reference
+from hybrid.kernels.sample.reference import sample_reference, truncate_reference
 
-__all__ = ["sample"]
+__all__ = ["sample", "truncate"]
 
 
 def sample(
@@ -43,20 +43,58 @@ def sample(
     Raises:
         ConfigError: shapes or devices do not match.
     """
-    require_logits("sample", logits)
-    if isinstance(min_p, Tensor):
-        farthest: float | Tensor = -min_p.double().log()
-    else:
-        farthest = -math.log(min_p) if min_p > 0 else math.inf
-    arguments = (
-        per_row("sample", "uniforms", uniforms, logits, torch.float64),
-        per_row("sample", "temperature", temperature, logits, torch.float32),
-        per_row("sample", "top_k", top_k, logits, torch.int32),
-        per_row("sample", "top_p", top_p, logits, torch.float64),
-        per_row("sample", "min_p", farthest, logits, torch.float32),
-    )
+    law = _law(logits, temperature, top_k, top_p, min_p)
+    arguments = per_row("sample", "uniforms", uniforms, logits, torch.float64), *law
     if dispatch.choose("sample", logits.device) == "reference":
         return sample_reference(logits, *arguments)
     from hybrid.kernels.sample.triton import sample_triton
 
     return sample_triton(logits, *arguments)
+
+
+def truncate(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+) -> Tensor:
+    """Return the logits of the law that `sample` draws from, -inf where a token is dropped.
+
+    What is left of a row is (logit - best) / temperature. Tokens whose probability is 0 in float32
+    are dropped, too. The arguments are those of `sample`.
+
+    Returns:
+        [N, V] float32; NaN in a row that holds NaN or +inf, or excludes every token.
+
+    Raises:
+        ConfigError: shapes or devices do not match.
+    """
+    arguments = _law(logits, temperature, top_k, top_p, min_p)
+    if dispatch.choose("sample", logits.device) == "reference":
+        return truncate_reference(logits, *arguments)
+    from hybrid.kernels.sample.triton import truncate_triton
+
+    return truncate_triton(logits, *arguments)
+
+
+def _law(
+    logits: Tensor,
+    temperature: float | Tensor,
+    top_k: int | Tensor,
+    top_p: float | Tensor,
+    min_p: float | Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what shapes each row's law: temperatures, top_k, top_p, -log(min_p)."""
+    require_logits("sample", logits)
+    if isinstance(min_p, Tensor):
+        farthest: float | Tensor = -min_p.double().log()
+    else:
+        farthest = -math.log(min_p) if min_p > 0 else math.inf
+    return (
+        per_row("sample", "temperature", temperature, logits, torch.float32),
+        per_row("sample", "top_k", top_k, logits, torch.int32),
+        per_row("sample", "top_p", top_p, logits, torch.float64),
+        per_row("sample", "min_p", farthest, logits, torch.float32),
+    )

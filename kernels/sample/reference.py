@@ -24,6 +24,23 @@ def sample_reference(
         top_p: [N] float64.
         farthest: [N] float32, -log(min_p).
     """
+    tempered, kept = _truncated(logits, temperatures, top_k, top_p, farthest)
+    return draw(tempered.double().exp() * kept, uniforms)
+
+
+def truncate_reference(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, farthest: Tensor
+) -> Tensor:
+    """Return the logits of each row's law; see `truncate`, and above for the arguments."""
+    tempered, kept = _truncated(logits, temperatures, top_k, top_p, farthest)
+    has_law = tempered.amax(dim=1, keepdim=True) == 0  # not NaN
+    return torch.where(has_law, tempered.masked_fill(~kept, -torch.inf), torch.nan)
+
+
+def _truncated(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, farthest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return tempered logits [N, V] float32, the best at 0, and which of them stay."""
     logits = logits.float()
     best = logits.amax(dim=1, keepdim=True)
     top_k = torch.where(temperatures == 0, 1, torch.where(top_k > 0, top_k, logits.shape[1]))
@@ -39,9 +56,9 @@ def sample_reference(
     before = reached - weights
     needed = top_p[:, None] * reached[:, -1:]
     kept = (before < needed) | (top_p[:, None] >= 1) | (rank == 0)
-    weights = weights * kept * (ranked >= -farthest[:, None])
-    law = torch.zeros_like(weights).scatter(1, order, weights)
-    return draw(law, uniforms)
+    kept &= (rank < top_k[:, None]) & (ranked >= -farthest[:, None])
+    ordered = torch.empty_like(kept).scatter(1, order, kept)
+    return (logits - best) / temperatures[:, None], ordered
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sampling without a sort: one program per row looks for the last token that is kept.
+"""Sampling and truncation without a sort: a program per row looks for the last token that is kept.
 
 What a truncation keeps is given by the largest distance to the best logit and by how many of the
 tokens at that very distance. Distances are floats at or above 0, whose bits order like integers, so
@@ -111,6 +111,34 @@ def _last_kept(p_row, vocab_size, best, temperature, top_k, top_p, farthest, BLO
 
 
 @triton.jit
+def _best_of(p_row, vocab_size, BLOCK_V: tl.constexpr):
+    """The best logit, and whether the row is a law."""
+    tile_best = tl.full([BLOCK_V], -float("inf"), tl.float32)
+    num_nan = tl.zeros([BLOCK_V], tl.int32)
+    for start in range(0, vocab_size, BLOCK_V):
+        o_v = start + tl.arange(0, BLOCK_V)
+        x = tl.load(p_row + o_v, mask=o_v < vocab_size, other=-float("inf")).to(tl.float32)
+        tile_best = tl.maximum(tile_best, x)
+        num_nan += (x != x).to(tl.int32)
+    best = tl.max(tile_best, axis=0)
+    return best, (tl.sum(num_nan, axis=0) == 0) & (tl.abs(best) != float("inf"))
+
+
+@triton.jit
+def _cut(p_row, i_n, vocab_size, best, temperature_ptr, top_k_ptr, top_p_ptr, farthest_ptr,
+         BLOCK_V: tl.constexpr):  # fmt: skip
+    """Temperature of a row, distance of the farthest tokens that are kept, how many of those."""
+    temperature, top_k = tl.load(temperature_ptr + i_n), tl.load(top_k_ptr + i_n)
+    top_k = tl.where(temperature == 0, 1, top_k)
+    temperature = tl.where(temperature == 0, 1.0, tl.maximum(temperature, _TINY))
+    # The absolute value, because -log(1) is -0, whose bits are no small integer.
+    farthest = tl.abs(tl.load(farthest_ptr + i_n)).to(tl.int32, bitcast=True)
+    top_p = tl.load(top_p_ptr + i_n)
+    last, room = _last_kept(p_row, vocab_size, best, temperature, top_k, top_p, farthest, BLOCK_V)
+    return temperature, last, room
+
+
+@triton.jit
 def _draw(p_row, vocab_size, best, temperature, last, room, u, BLOCK_V: tl.constexpr):
     """The token at quantile `u`, in the order of the ids; float64, so that no quantile is lost."""
     tile_mass = tl.zeros([BLOCK_V], tl.float64)
@@ -154,28 +182,49 @@ def _sample_kernel(
 ):
     i_n = tl.program_id(0).to(tl.int64)
     p_row = logits_ptr + i_n * stride_n
-    tile_best = tl.full([BLOCK_V], -float("inf"), tl.float32)
-    num_nan = tl.zeros([BLOCK_V], tl.int32)
-    for start in range(0, vocab_size, BLOCK_V):
-        o_v = start + tl.arange(0, BLOCK_V)
-        x = tl.load(p_row + o_v, mask=o_v < vocab_size, other=-float("inf")).to(tl.float32)
-        tile_best = tl.maximum(tile_best, x)
-        num_nan += (x != x).to(tl.int32)
-    best = tl.max(tile_best, axis=0)
-    if (tl.sum(num_nan, axis=0) > 0) | (tl.abs(best) == float("inf")):
+    best, is_law = _best_of(p_row, vocab_size, BLOCK_V)
+    if not is_law:
         tl.store(token_ptr + i_n, -1)
         return
 
-    temperature, top_k = tl.load(temperature_ptr + i_n), tl.load(top_k_ptr + i_n)
-    top_k = tl.where(temperature == 0, 1, top_k)
-    temperature = tl.where(temperature == 0, 1.0, tl.maximum(temperature, _TINY))
-    # The absolute value, because -log(1) is -0, whose bits are no small integer.
-    farthest = tl.abs(tl.load(farthest_ptr + i_n)).to(tl.int32, bitcast=True)
-    top_p = tl.load(top_p_ptr + i_n)
-    last, room = _last_kept(p_row, vocab_size, best, temperature, top_k, top_p, farthest, BLOCK_V)
+    temperature, last, room = _cut(
+        p_row, i_n, vocab_size, best, temperature_ptr, top_k_ptr, top_p_ptr, farthest_ptr, BLOCK_V
+    )
     u = tl.load(uniform_ptr + i_n)
     token = _draw(p_row, vocab_size, best, temperature, last, room, u, BLOCK_V)
     tl.store(token_ptr + i_n, token.to(tl.int64))
+
+
+@triton.jit
+def _truncate_kernel(
+    logits_ptr,  # [N, V]
+    temperature_ptr,  # [N]
+    top_k_ptr,  # [N]
+    top_p_ptr,  # [N] float64
+    farthest_ptr,  # [N]
+    out_ptr,  # [N, V] float32
+    stride_n,  # of logits
+    vocab_size,  # V
+    BLOCK_V: tl.constexpr,
+):
+    i_n = tl.program_id(0).to(tl.int64)
+    p_row, p_out = logits_ptr + i_n * stride_n, out_ptr + i_n * vocab_size
+    best, is_law = _best_of(p_row, vocab_size, BLOCK_V)
+    temperature, last, room = 1.0, -1, 0
+    if is_law:
+        temperature, last, room = _cut(
+            p_row, i_n, vocab_size, best, temperature_ptr, top_k_ptr, top_p_ptr, farthest_ptr,
+            BLOCK_V,
+        )  # fmt: skip
+    dropped = tl.where(is_law, -float("inf"), float("nan"))
+    for start in range(0, vocab_size, BLOCK_V):
+        o_v = start + tl.arange(0, BLOCK_V)
+        distance = _distances(p_row, o_v, vocab_size, best, temperature)
+        tie = (distance == last).to(tl.int32)
+        kept = (distance < last) | ((tie > 0) & (tl.cumsum(tie, axis=0) <= room))
+        out = tl.where(kept & is_law, -distance.to(tl.float32, bitcast=True), dropped)
+        tl.store(p_out + o_v, out, mask=o_v < vocab_size)
+        room -= tl.sum(tie, axis=0)
 
 
 def sample_triton(
@@ -210,12 +259,39 @@ def sample_triton(
     return tokens
 
 
+def truncate_triton(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, farthest: Tensor
+) -> Tensor:
+    """Return the logits of each row's law; see `truncate`, which has checked the arguments."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_rows, vocab_size = logits.shape
+    out = alloc.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
+    if num_rows:
+        launch(
+            _truncate_kernel,
+            (num_rows,),
+            logits,
+            temperatures,
+            top_k,
+            top_p,
+            farthest,
+            out,
+            logits.stride(0),
+            vocab_size,
+            configs=CONFIGS,
+            key=(),
+        )
+    return out
+
+
 def aot_cases() -> list[AotCase]:
-    """Return the kernel for each dtype of logits."""
-    return [_case(dtype) for dtype in ("bf16", "fp16", "fp32")]
+    """Return the kernels for each dtype of logits; penalised ones are float32."""
+    draws = [_case(dtype, _sample_kernel, dtype) for dtype in ("bf16", "fp16", "fp32")]
+    return [*draws, _case("truncate-fp32", _truncate_kernel, "fp32")]
 
 
-def _case(dtype: str) -> AotCase:
+def _case(name: str, kernel: triton.JITFunction, dtype: str) -> AotCase:
     types = {
         "logits_ptr": f"*{dtype}",
         "uniform_ptr": "*fp64",
@@ -224,5 +300,7 @@ def _case(dtype: str) -> AotCase:
         "top_p_ptr": "*fp64",
         "farthest_ptr": "*fp32",
         "token_ptr": "*i64",
+        "out_ptr": "*fp32",
     }
-    return AotCase.of(dtype, _sample_kernel, types, CONFIGS[0].kwargs, CONFIGS[0])
+    own = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
+    return AotCase.of(name, kernel, own, CONFIGS[0].kwargs, CONFIGS[0])

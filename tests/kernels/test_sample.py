@@ -9,7 +9,7 @@ import torch
 
 from hybrid.errors import ConfigError
 from hybrid.kernels import dispatch
-from hybrid.kernels.sample import sample
+from hybrid.kernels.sample import sample, truncate
 from hybrid.params import SamplingParams
 from hybrid.sampling import argmax, inverse_cdf, probs, process_logits
 
@@ -80,6 +80,61 @@ def test_the_law_is_hybrid_samplings(case, implementation, device):
     wanted = drawn_by_hybrid_sampling(logits.expand(24, -1), grid, **CASES[case])
     assert len(set(wanted)) > 1
     assert run(implementation, logits.expand(24, -1), grid, device, **CASES[case]) == wanted
+
+
+def truncated(implementation, logits, device, **options):
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    with dispatch.force("sample", implementation):
+        out = truncate(logits.to(device), **options)
+    assert dispatch.last("sample") == implementation
+    assert out.dtype == torch.float32
+    return out.cpu()
+
+
+@BOTH
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 127, 4097])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "greedy"])
+def test_truncated_logits_are_hybrid_samplings(case, vocab_size, implementation, device):
+    """But for tokens whose probability is 0 in float32, which are dropped."""
+    for step in (None, 0.5):
+        logits = logits_of((2, vocab_size), step=step)
+        wanted = process_logits(logits, SamplingParams(**CASES[case]), (), 0)
+        wanted = wanted.masked_fill(wanted.exp() == 0, -INF)
+        ours = truncated(implementation, logits, device, **CASES[case])
+        ours = ours.masked_fill(ours.exp() == 0, -INF)
+        assert torch.equal(ours, wanted)
+
+
+@BOTH
+def test_truncation_cuts_through_ties_across_tiles(implementation, device):
+    logits = torch.zeros(2, 5001)
+    logits[0, 4999] = 1.0
+    ours = truncated(implementation, logits, device, top_k=4501)
+    expected = torch.full((2, 5001), -INF)
+    expected[0, :4500], expected[0, 4999], expected[1, :4501] = -1.0, 0.0, 0.0
+    assert torch.equal(ours, expected)
+
+
+@BOTH
+def test_truncation_row_by_row(implementation, device):
+    """Each row has its own parameters; one that is no law is NaN, and spoils no other."""
+    logits = logits_of((5, 63))
+    logits[3, 5], logits[4] = math.nan, -INF
+    rows = [CASES[name] for name in ("top_k", "top_p", "greedy", "min_p", "min_p")]
+    defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    options = {
+        name: torch.tensor([{**defaults, **row}[name] for row in rows])
+        for name in ("temperature", *defaults)
+    }
+    ours = truncated(implementation, logits, device, **options)
+    for b in (0, 1):
+        wanted = process_logits(logits[b : b + 1], SamplingParams(**rows[b]), (), 0)[0]
+        assert torch.equal(ours[b], wanted)
+    best = int(logits[2].argmax())
+    assert ours[2, best] == 0
+    assert ours[2].isfinite().sum() == 1
+    assert ours[3:].isnan().all()
+    assert truncated(implementation, logits[:0], device).shape == (0, 63)
 
 
 @BOTH
@@ -194,6 +249,8 @@ def test_large_vocabularies(vocab_size, device):
     options = {"temperature": 0.9, "top_k": 50, "top_p": 0.95}
     wanted = drawn_by_hybrid_sampling(logits, uniforms, **options)
     assert run("triton", logits, uniforms, device, **options) == wanted
+    law = process_logits(logits, SamplingParams(**options), (), 0)
+    assert torch.equal(truncated("triton", logits, device, **options), law)
 
 
 @pytest.mark.gpu  # the interpreter gets bfloat16 wrong
