@@ -145,12 +145,13 @@ class TransformersCandidate:
 
 
 def precision(backbone: Backbone) -> str:
-    """Return "int4" where any layer holds packed blocks, else the name of the dtype."""
+    """Return "int4" where any layer holds packed blocks, else the dtype; "exact" where bits are."""
     linears = [
         linear
         for layer in getattr(backbone, "layers", ())
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
     ]
+    name = str(backbone.dtype).removeprefix("torch.")
     if any(isinstance(linear, PackedLinear) for linear in linears):
-        return "int4"
-    return str(backbone.dtype).removeprefix("torch.")
+        name = "int4"
+    return f"{name} exact" if getattr(backbone, "exact", False) else name

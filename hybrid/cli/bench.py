@@ -66,6 +66,9 @@ class BenchOptions:
     also_dtype: Annotated[
         str | None, typer.Option(help="Measure this precision in the same run too.")
     ] = None
+    also_exact: Annotated[
+        bool, typer.Option("--also-exact", help="Measure each precision with --exact too.")
+    ] = False
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="Length limit of each answer.")
     ] = 128
@@ -111,7 +114,10 @@ def _bench(context: typer.Context, model: ModelOptions, what: BenchOptions) -> N
     if what.threads is not None:
         torch.set_num_threads(what.threads)
     dtypes = [model.dtype] if what.also_dtype is None else [model.dtype, what.also_dtype]
-    decoders = _by_precision([options.load_decoder(replace(model, dtype=d)) for d in dtypes])
+    kinds = [replace(model, dtype=d) for d in dtypes]
+    if what.also_exact:
+        kinds += [replace(kind, exact=True) for kind in kinds]
+    decoders = _by_precision([options.load_decoder(kind) for kind in kinds])
     if widths is not None:
         measured = _time_widths(decoders, widths)
     else:

@@ -31,6 +31,15 @@ def keep_threads() -> Any:
     torch.set_num_threads(threads)
 
 
+def test_exact_logits_take_their_turn_too(run, model) -> None:
+    args = ("--dtype", "float32", "--also-exact", "--no-transformers", "--strategies", "ar")
+    code, stdout, stderr = run("bench", "--model", model, *QUICK, *args)
+    assert code == 0, stderr
+    rows = json.loads(stdout.splitlines()[-1])["rows"]
+    assert [row["name"] for row in rows] == ["float32 ar", "float32 exact ar"]
+    assert [row["dtype"] for row in rows] == ["float32", "float32 exact"]
+
+
 def test_tables_then_one_json_document(run, model, tmp_path, keep_threads) -> None:
     out = tmp_path / "results" / "cpu.jsonl"
     args = ("bench", "--model", model, *QUICK, "--dtype", "float32", "--also-dtype", "bfloat16")

@@ -62,6 +62,28 @@ def test_a_step_leaves_no_memory(mode: str, temperature: float) -> None:
     steps.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ROUTERS)
+def test_a_step_asks_the_driver_for_no_memory(mode: str) -> None:
+    """What it frees serves the next one; recorded passes have their memory from the start."""
+    drafter, backbone = make("late", device="cuda")
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    engine, rows = carrying_engine(backbone, drafter, PROMPTS, params, ROUTERS[mode])
+    steps = run(engine, rows)
+    for _ in range(len(rows) + 12):  # compiled, and recorded
+        next(steps)
+
+    def asked() -> tuple[int, int]:
+        stats = torch.cuda.memory_stats(backbone.device)
+        return stats["num_device_alloc"], stats["reserved_bytes.all.current"]
+
+    before = asked()
+    for _ in range(8):
+        next(steps)
+    assert asked() == before
+    steps.close()
+
+
 def test_the_count_sees_what_is_kept() -> None:
     drafter, backbone = make("late")
     engine, rows = carrying_engine(
