@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from bits import decode_alone, decode_together
@@ -19,8 +18,6 @@ from diffusion_checkpoints import tiny_diffusion
 from fakes import always_right, random_adapter, random_prompts, sometimes_wrong
 
 from hybrid import HybridDecoder
-from hybrid.attention.pattern import causal
-from hybrid.kernels import dispatch
 from hybrid.models.adapter import own_drafts
 from hybrid.models.checkpoint import open_checkpoint
 from hybrid.models.elementwise import Elementwise
@@ -31,7 +28,6 @@ from hybrid.models.name_maps import Renamed
 from hybrid.models.tiny import tiny_checkpoint
 from hybrid.models.transformer import NativeBackbone
 from hybrid.strategy import Strategy
-from hybrid.types import Write
 
 NEW = 20  # tokens of an answer
 ODD = {"hidden_size": 72, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 100}
@@ -45,7 +41,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-query-scale": ("nemotron", {}),
     "llada2-experts": ("llada2", {}),
 }
-TINY = {"hidden_size": 48, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1, "vocab_size": 33}
 OWN_DRAFTS = ("nemotron", "llada2")
 ORACLES = {"right": always_right, "sometimes-wrong": sometimes_wrong}
 BATCHES = {  # what drafts: how many prompts are decoded together
@@ -60,10 +55,8 @@ NUM_PROMPTS = sum(sum(sizes) for sizes in BATCHES.values())
 
 
 @cache
-def backbone_of(
-    case: str, dtype: torch.dtype, *, exact: bool, reorder: bool, device: str = "cpu"
-) -> NativeBackbone:
-    family, fields = ("llama", TINY) if case == "tiny" else CASES[case]
+def backbone_of(case: str, dtype: torch.dtype, *, exact: bool, reorder: bool) -> NativeBackbone:
+    family, fields = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
         if family in OWN_DRAFTS:
             path = tiny_diffusion(Path(folder), family, **fields)
@@ -72,9 +65,7 @@ def backbone_of(
         checkpoint = open_checkpoint(path)
         spec = spec_from_config(checkpoint.config)
         weights = Renamed(checkpoint.tensors, FAMILIES[spec.family].names)
-        return NativeBackbone(
-            spec, weights, device=device, dtype=dtype, exact=exact, reorder=reorder
-        )
+        return NativeBackbone(spec, weights, dtype=dtype, exact=exact, reorder=reorder)
 
 
 def decoder(backbone: NativeBackbone, kind: str, texts: list[list[int]]) -> HybridDecoder:
@@ -174,50 +165,3 @@ def test_the_gate_of_an_exact_row_is_its_own(threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, alone)
-
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter computes wrongly in bfloat16.
-COMPILED = [torch.bfloat16] if torch.cuda.is_available() else []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *COMPILED], ids=str)
-@pytest.mark.parametrize("exact", [True, False])
-def test_on_the_kernels_a_verify_pass_has_the_bits_of_ar(
-    exact: bool, dtype: torch.dtype, monkeypatch: Any
-) -> None:
-    """Two rows of 3 tokens against each token alone.
-
-    Keys are divided every 32 positions, and 3 tokens are a wide pass, where that has to be asked
-    for. A tensor core computes a row by itself; the interpreter's matrix product, a CPU library's,
-    need not. So there it is done row by row.
-    """
-    if DEVICE == "cpu":
-        monkeypatch.setattr("numpy.matmul", lambda a, b, dtype: np.stack([row @ b for row in a]))
-    elif not exact:
-        pytest.skip("the vendor's library may give the same bits for a model as small as this")
-    for name, value in (("SPLIT_KEYS", 32), ("NARROW", 2)):
-        monkeypatch.setattr(f"hybrid.kernels.hybrid_attention.triton.{name}", value)
-    backbone = backbone_of("tiny", dtype, exact=exact, reorder=False, device=DEVICE)
-    first, last = 35, 38
-    texts = torch.tensor(random_prompts(last, last, vocab_size=33, seed=1)).to(DEVICE)
-
-    def run(rows: list[int], width: int) -> torch.Tensor:
-        cache, outs = backbone.new_cache(2, last), []
-        for row in rows:
-            prompt, pattern = texts[row : row + 1, :first], causal([0], first)
-            positions = torch.arange(first, device=DEVICE)[None]
-            backbone.forward(prompt, positions, pattern, cache, [row], write=Write.COMMIT)
-        for start in range(first, last, width):
-            given = texts[rows, start : start + width]
-            positions = torch.arange(start, start + width, device=DEVICE).expand(len(rows), -1)
-            pattern = causal([start] * len(rows), width)
-            outs.append(backbone.forward(given, positions, pattern, cache, rows).logits)
-            for row in rows:
-                cache.commit(row, width)
-        return torch.cat(outs, dim=1)
-
-    with dispatch.force(None, "triton"):
-        together, alone = run([0, 1], 3), torch.cat([run([0], 1), run([1], 1)])
-        assert dispatch.last("hybrid_attention") == "triton"
-    assert torch.equal(together, alone) == exact
