@@ -151,8 +151,9 @@ class Graphs:
 
     def forget(self, data: Tensor) -> None:
         """Drop the records of a cache that is given up."""
-        for place in [p for p in self._records if p[0].part is data]:
-            del self._records[place]
+        # Without the lock: a cache may be given up at any moment, even while this thread holds it.
+        for place in [p for p in list(self._records) if p[0].part is data]:
+            self._records.pop(place, None)
 
     def _placed(self, out: ForwardOutput) -> ForwardOutput:
         """Return an output in the place that all records have for it, so that none keeps its own.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybrid.types import Mode
+from hybrid.types import Mode, Route
 
 Odds = Sequence[float]
 """Probability that each token of a row's draft is accepted, if those before it are."""
@@ -52,6 +52,17 @@ class Option(NamedTuple):
     hits: float
     ms: float
     value: float
+
+    def route(self, count: int, sure: int = 0) -> Route:
+        """Return this for a row that has `count` tokens, `sure` of them committed anyway."""
+        num_fed = min(self.num_draft_tokens, count)
+        sure = min(sure, num_fed)
+        points: tuple[int, ...] = ()
+        if self.mode == Mode.FUSED:
+            points = (num_fed,)
+        elif self.mode == Mode.ONE_PASS:
+            points = tuple(range(sure, num_fed + 1))
+        return Route(num_fed, sure, points)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hybrid.errors import ConfigError
 from hybrid.router.acceptance import CARRIED, FRESH
-from hybrid.router.choice import Explanation, Option, best_of, best_options, cut_in_order
+from hybrid.router.choice import Explanation, best_of, best_options, cut_in_order
 from hybrid.router.config import ROUTED, RouterConfig
 from hybrid.router.cost import CostModel, StepShape
 from hybrid.router.memory import AR, Memory, watched
@@ -143,7 +143,7 @@ class HybridRouter:
         """Return what each row makes of its proposal."""
         firsts = proposal.first_slot or (0,) * len(rows)
         sure, known = None, proposal.confidence
-        if known is not None and any(proposal.num_tokens) and self._looks(rows, history):
+        if known is not None and self._looks(rows, proposal.num_tokens, history):
             sure = read({"confidence": known})["confidence"]
         drafts = [
             Draft(n, first if n else 0, () if sure is None else tuple(sure[b][:n]))
@@ -174,7 +174,8 @@ class HybridRouter:
             memory = self._memory(group, len(rows), history)
             key = tuple(row.row for row in group)
             explanation = by_rows.setdefault(key, Explanation(key, {}))
-            explanation.worth, explanation.has_looked = memory.worth, memory.looks
+            explanation.worth = memory.worth
+            explanation.has_looked = memory.looks or not any(own[row].num_tokens for row in key)
             if self._is_own(group[0]):
                 found = [self._route_own(memory, group[0], own[key[0]], explanation)]
             else:
@@ -194,9 +195,16 @@ class HybridRouter:
     def _is_own(self, row: SequenceState) -> bool:
         return self.config.risk > 0 or not row.sampling.is_greedy
 
-    def _looks(self, rows: Sequence[SequenceState], history: Sequence[StepRecord]) -> bool:
-        groups = self._groups(rows)
-        return any(self._memory(group, len(rows), history).looks for group in groups)
+    def _looks(
+        self, rows: Sequence[SequenceState], counts: Sequence[int], history: Sequence[StepRecord]
+    ) -> bool:
+        """Whether rows that have so many tokens want to know how sure these are."""
+        drafted = {row.row for row, count in zip(rows, counts, strict=True) if count}
+        return any(
+            self._memory(group, len(rows), history).looks
+            for group in self._groups(rows)
+            if drafted.intersection(row.row for row in group)
+        )
 
     def _groups(self, rows: Sequence[SequenceState]) -> list[list[SequenceState]]:
         """Return the rows that are decided together."""
@@ -313,7 +321,7 @@ class HybridRouter:
         elif trial == CARRIED and len(modes) > 1:
             chosen = options[-1]
         explanation.options, explanation.chosen = options, chosen
-        return [_route(chosen, len(own)) for own in odds]
+        return [chosen.route(len(own)) for own in odds]
 
     def _route_own(
         self, memory: Memory, row: SequenceState, draft: Draft, explanation: Explanation
@@ -334,7 +342,7 @@ class HybridRouter:
         options = cut_in_order(odds, typical, prices, modes, sure)
         chosen = best_of(options)
         explanation.options, explanation.chosen = options, chosen
-        return _route(chosen, len(odds), sure)
+        return chosen.route(len(odds), sure)
 
     def _odds(self, memory: Memory, row: SequenceState, draft: Draft) -> list[float]:
         """Return the odds of the tokens that the row could still commit before its last one."""
@@ -385,15 +393,3 @@ class HybridRouter:
 def _num_left(row: SequenceState) -> int:
     """Return how many tokens the row may still generate."""
     return row.sampling.max_new_tokens - row.num_new_tokens
-
-
-def _route(option: Option, count: int, sure: int = 0) -> Route:
-    """Return the option for a row that has `count` tokens, `sure` of them committed anyway."""
-    num_fed = min(option.num_draft_tokens, count)
-    sure = min(sure, num_fed)
-    points: tuple[int, ...] = ()
-    if option.mode == Mode.FUSED:
-        points = (num_fed,)
-    elif option.mode == Mode.ONE_PASS:
-        points = tuple(range(sure, num_fed + 1))
-    return Route(num_fed, sure, points)

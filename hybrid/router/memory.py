@@ -32,7 +32,8 @@ _UNUSED = 8  # steps after which an arm counts as out of use
 _IN_USE = 3  # steps after which an arm that was tried counts as in use
 _PATIENCE, _MOST_VAIN = 1.7, 8  # a trial in vain prolongs the time to the next by this, so often
 _NO_COPIES = 0.99  # share of drafts from a pass above which copies are left out of the account
-_EVERY_STEP, _REFRESH = 16, 4  # the outlook is renewed in the first steps, then in each fourth
+# The outlook, and what looking is worth, are renewed in the first steps, then in each fourth.
+_EVERY_STEP, _REFRESH = 16, 4
 
 
 class Memory:
@@ -93,7 +94,7 @@ class Memory:
         self.trial: str | None = None
         self.values: dict[str, float] = {}
         self._reuse: dict[tuple[int, int], Option] = {}
-        self._insight: float | None = None
+        self._insight, self._num_insights = 0.0, 0
         self._refresh()
         self._refresh()  # the worth of slots has settled a little
 
@@ -130,9 +131,9 @@ class Memory:
         """Whether to look at a draft before it is fed, where the device would have to wait.
 
         What is trusted unverified has to be looked at. For the rest it must be worth the wait, in
-        tokens; the first drafts tell.
+        tokens; the first draft is looked at.
         """
-        if self.monitor is not None or not self.costs.look_ms or self._insight is None:
+        if self.monitor is not None or not self.costs.look_ms or not self._num_insights:
             return True
         return self._insight > self._speed * self.costs.look_ms / self._ar_ms
 
@@ -161,7 +162,7 @@ class Memory:
         if not self.costs.frozen and record.seconds > 0:
             ms = 1000 * record.seconds
             self.costs.observe(record)
-        if self.costs.look_ms:
+        if self.costs.look_ms and self._is_due(every=_REFRESH):
             self._value_insight(rows, shape)
         time, keep = ms / self._ar_ms, 1 - 1 / self._config.window
         self._tokens = keep * self._tokens + sum(len(row.tokens) for row in rows) / len(rows)
@@ -179,7 +180,7 @@ class Memory:
         # Where slots are carried, a draft pass that is right is no news.
         is_news = has_accepted and self.num_steps - self._used[CARRIED] > _UNUSED
         self._visit(arms, has_accepted, is_news)
-        if self.num_steps <= _EVERY_STEP or self.num_steps % _REFRESH == 0:
+        if self._is_due(every=_REFRESH):
             self._refresh()
         # A draft pass that was tried with success is tried once more.
         is_better = self.trial == FRESH and FRESH in arms and is_news
@@ -189,24 +190,34 @@ class Memory:
         """Learn what it is worth to a row that its draft is looked at, from drafts of the past.
 
         That is the value of the step that is best then, less that of the step that usual odds
-        advise. Certainty is in the records of drafts that were not looked at, too.
+        advise, both by what became of the tokens that were judged. So certainty that says nothing
+        is worth nothing. It is in the records of drafts that were not looked at, too.
         """
-        if not any(row.confidences for row in rows):
+        # Of copies nothing is known: their column is NaN, or missing where all rows copied.
+        if not any(c == c for row in rows for c in row.confidences):
             return
-        odds, usual = [], []
+        odds, usual, true = [], [], []
         for row in rows:
             confidences = [confidence_of(row, i) for i in range(row.num_proposed)]
             odds.append(self.acceptance.known(row.first_slot, confidences))
             usual.append(self.acceptance.usual(row.first_slot, row.num_proposed))
+            judged = outcomes(row)
+            true.append([*judged, *odds[-1][len(judged) :]])
         prices = self.prices(len(rows), shape.drafting)
-        best = best_of(best_options(odds, prices, self._modes))
-        blind = best_of(best_options(usual, prices, self._modes))
-        count = blind.num_draft_tokens
-        fed = [own[:count] for own in odds]
-        (taken,) = best_options(fed, prices, [blind.mode], least=count)
-        gain = (best.value - taken.value) / len(rows)
-        before = gain if self._insight is None else self._insight
-        self._insight = before + (gain - before) / self._config.window
+        values = []
+        for known in (odds, usual):
+            option = best_of(best_options(known, prices, self._modes))
+            count = option.num_draft_tokens
+            fed = [own[:count] for own in true]
+            (taken,) = best_options(fed, prices, [option.mode], least=count)
+            values.append(taken.value / len(rows))
+        self._num_insights += 1
+        weight = max(1 / self._num_insights, 1 / self._config.window)
+        self._insight += weight * (values[0] - values[1] - self._insight)
+
+    def _is_due(self, *, every: int) -> bool:
+        """Whether what is not renewed in every step is renewed in this one."""
+        return self.num_steps <= _EVERY_STEP or self.num_steps % every == 0
 
     def _promise(self) -> float:
         """Return the tokens of a row in the time of an AR step, if drafts are what they seem to be.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from carrying import RandomRouter, carrying_engine
 from fakes import SkewedDrafter, UniformDrafter, decoder, random_prompts
 from mixed_modes import NEW, PROMPTS, VOCAB, K, make, tiny
 from reads import OPERATIONS, counting, deciding_on_device
+from router_simulation import linear
 
 from hybrid.decode.denoise import denoise
 from hybrid.decode.fallback import DrafterWarning
@@ -28,7 +30,7 @@ from hybrid.kernels import dispatch
 from hybrid.params import SamplingParams
 from hybrid.protocols import ForwardOutput
 from hybrid.router.config import RouterConfig
-from hybrid.router.cost import CostModel
+from hybrid.router.cost import CostModel, warm_up
 from hybrid.router.fixed import FixedRouter
 from hybrid.router.hybrid import HybridRouter
 from hybrid.router.profile import Profile
@@ -163,9 +165,34 @@ def test_the_router_waits_for_a_draft_only_where_looking_pays(
             assert (1, True) in zip(waits, drafted, strict=True), "drafted, and waited once"
 
 
-def _hybrid_router(look_ms: float) -> HybridRouter:
+@pytest.mark.parametrize("look_ms", [0.1, 0.4, 1.5])
+@pytest.mark.parametrize("temperature", [0.3, 0.7])
+def test_whether_a_sampled_row_is_looked_at_does_not_depend_on_the_others(
+    look_ms: float, temperature: float
+) -> None:
+    """Where it copies, its certainty is missing alone, and NaN beside rows that draft."""
+    costs = warm_up(linear(token=1.1, draft=1.0), 1, K, 0, look_ms)
+    prompts, num_copies = [[3, 1, 4] * 3, [5, 0, 2, 1, 5, 3], [2, 0, 1, 4]], Counter[bool]()
+    for seed in range(0, 40, 10):
+        found = []
+        for count in (1, 3):
+            drafter, backbone = make("combined")
+            params = [
+                SamplingParams(temperature=temperature, seed=seed + i, max_new_tokens=60)
+                for i in range(count)
+            ]
+            router = _hybrid_router(look_ms, costs)
+            engine, rows = carrying_engine(backbone, drafter, prompts[:count], params, router)
+            steps = [s for record in run(engine, rows) for s in record.rows if s.index == 0]
+            num_copies.update(bool(s.confidences) for s in steps if s.num_proposed)
+            found.append([(s.tokens, s.num_proposed, s.num_drafted) for s in steps])
+        assert found[0] == found[1]
+    assert len(num_copies) == 2, "it copied, and drafted"
+
+
+def _hybrid_router(look_ms: float, costs: CostModel | None = None) -> HybridRouter:
     """A router that knows its costs; those of the profile are for sampled rows."""
-    costs = CostModel.forwards()
+    costs = costs or CostModel.forwards()
     costs.look_ms = look_ms
     profile = Profile(model="m", domain="d", risk=0.1, thresholds=(), costs=costs.to_dict())
     return HybridRouter(RouterConfig(num_draft_tokens=K), costs, profile)

@@ -90,29 +90,31 @@ def test_rows_that_fill_up_a_batch_touch_nothing(kind):
 
 
 def verified(backbone, made, width, seed, **more):
-    """A verify pass of the first row; what it returns, and the keys of its tokens."""
-    start = made.lengths[0]
+    """A verify pass of all rows; what it returns, and the keys of its tokens and before."""
+    starts, rows = made.lengths, range(len(made.lengths))
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 31, (1, width), generator=draw).to(DEVICE)
-    positions = torch.arange(start, start + width, device=DEVICE)[None]
-    out = backbone.forward(ids, positions, causal([start], width), made, [0], **more)
+    ids = torch.randint(0, 31, (len(rows), width), generator=draw).to(DEVICE)
+    positions = (torch.tensor(starts)[:, None] + torch.arange(width)).to(DEVICE)
+    out = backbone.forward(ids, positions, causal(starts, width), made, rows, **more)
     found = {"logits": out.logits, **{f"tap {n}": own for n, own in out.hidden.items()}}
-    return {**found, "keys": made.data[:, :, 0, :, : start + width].clone()}
+    keys = {f"keys {n}": made.data[:, :, n, :, : starts[n] + width].clone() for n in rows}
+    return {**found, **keys}
 
 
 def test_widths_that_round_up_to_one_power_of_two_share_a_record():
     backbone, twin = model("mistral-window"), recording(model("mistral-window"))
-    caches = [filled_cache(own, (9,)) for own in (twin, backbone)]
+    caches = [filled_cache(own, (9, 4)) for own in (twin, backbone)]
     for seed, width in enumerate((5, 6, 8, 7, 5)):
         ours, theirs = (
             verified(own, made, width, seed, taps=(1,))
             for own, made in zip((twin, backbone), caches, strict=True)
         )
-        assert ours["logits"].shape == (1, width, VOCAB)
+        assert ours["logits"].shape == (2, width, VOCAB)
         assert ours["logits"].is_contiguous()
         assert_same(ours, theirs)
         for made in caches:
             made.commit(0, 2)
+            made.commit(1, 1)
     assert len(twin.graphs) == 1
 
 
@@ -122,9 +124,12 @@ def test_nothing_is_added_where_the_cache_has_no_place_for_it():
     made = twin.new_cache(1, 16)
     assert made.data.shape[4] == 16
     made.data.normal_()
-    made.commit(0, 11)
+    made.commit(0, 12)
     for seed in range(2):
-        verified(twin, made, 5, seed)
+        verified(twin, made, 3, seed)  # as four, which just fit
+        verified(twin, made, 4, seed)
+    assert len(twin.graphs) == 1
+    made.commit(0, 1)
     for seed in range(2):
         verified(twin, made, 3, seed)
     assert len(twin.graphs) == 2
@@ -133,6 +138,33 @@ def test_nothing_is_added_where_the_cache_has_no_place_for_it():
     assert len(twin.graphs) == 3
     for ours, theirs in zip(last, whole, strict=True):
         torch.testing.assert_close(ours["logits"], theirs["logits"][:, -1:])
+
+
+def test_the_longest_row_decides_whether_there_is_a_place():
+    """In the last row of the cache: behind it there is no memory."""
+    backbone, twin = model("llama"), recording(model("llama"))
+    found = []
+    for own in (backbone, twin):
+        made = own.new_cache(2, 16)
+        made.data.copy_(torch.randn(made.data.shape, generator=torch.Generator().manual_seed(0)))
+        made.commit(0, 3)
+        made.commit(1, 13)
+        found.append([verified(own, made, 3, seed) for seed in range(3)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_a_causal_refresh_writes_its_own_tokens_alone():
+    start, found = 9, []
+    for own in (recording(model("llama")), model("llama")):
+        made = filled_cache(own, (start,))
+        ids, positions = torch.tensor([[3, 1, 4]]), torch.tensor([[2, 5, 7]])
+        given = ids.to(DEVICE), positions.to(DEVICE), causal([start], 3), made, [0]
+        for _ in range(3):
+            out = own.forward(*given, write=Write.REFRESH)
+        found.append((out.logits, made.data[..., :start, :]))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("field", ["prefix_len", "positions"])
@@ -321,6 +353,19 @@ def test_calls_at_once_wait_for_each_other():
         thread.join()
     assert seen == {value: [[2.0 * value] * 4] * 9 for value in range(3)}
     assert max(most) == 1
+
+
+@pytest.mark.parametrize("recorder", [StandIn, pytest.param(CudaRecorder, marks=pytest.mark.gpu)])
+def test_a_record_outlives_the_place_that_it_knows(recorder):
+    """A larger output gets a place of its own; what was recorded before goes on writing to its."""
+    device = torch.device("cpu") if recorder is StandIn else DEVICE
+    graphs = Graphs(recorder() if recorder is StandIn else recorder(device))
+    data = torch.zeros(1, device=device)
+    for round_ in range(3):
+        for size in (2, 9, 4, 30):
+            x = torch.full((1, size), float(round_), device=device)
+            assert torch.equal(graphs.run(data, "key", output, {"x": x}).logits, 2 * x)
+    assert len(graphs) == 4
 
 
 # CUDA's recorder
