@@ -7,11 +7,13 @@ Next: benchmarks/gpu/kernel_times.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import bias as torch_bias
 
-from benchmarks.gpu.cases import Candidates, Case, Maker
+from benchmarks.gpu.cases import Call, Candidates, Case, Maker
 from hybrid.attention.pattern import AttentionPattern, bidirectional, causal, groups
 from hybrid.kernels.hybrid_attention import Visible, hybrid_attention
 
@@ -62,11 +64,17 @@ def attention_case(
         is_prefill = pattern.is_causal and context == 0
         how = {"is_causal": True} if is_prefill else {"attn_mask": None if mask.all() else seen}
 
-        def sdpa() -> torch.Tensor:
+        def sdpa(**how: Any) -> torch.Tensor:
             return F.scaled_dot_product_attention(turned, key, value, enable_gqa=True, **how)
 
+        def lower_right() -> torch.Tensor:
+            return sdpa(attn_mask=torch_bias.causal_lower_right(num_tokens, length))
+
         name = "torch, flash" if is_prefill or mask.all() else "torch, dense mask"
-        return Candidates(lambda: hybrid_attention(query, key, value, visible), {name: sdpa})
+        others: dict[str, Call] = {name: lambda: sdpa(**how)}
+        if pattern.is_causal and context and num_tokens > 1:
+            others["torch, lower right"] = lower_right
+        return Candidates(lambda: hybrid_attention(query, key, value, visible), others)
 
     numbers = 2 * batch * dim * (num_groups * length + num_heads * num_tokens)
     num_flops = 4 * num_heads * dim * int(mask.sum())

@@ -24,12 +24,14 @@ class Bar:
         value: what it was.
         limit: what it should be.
         at_least: whether the value should not be below the limit, or not above it.
+        needs_tests: whether it says nothing where the kernels may be wrong.
     """
 
     what: str
     value: float
     limit: float
     at_least: bool
+    needs_tests: bool = True
 
     @property
     def is_met(self) -> bool:
@@ -51,6 +53,21 @@ def bandwidth(document: Mapping[str, Any], name: str) -> float | None:
     return max(found, default=None)
 
 
+def best_product(document: Mapping[str, Any]) -> float | None:
+    """Return the best measured TFLOP/s, None without any."""
+    found = [r["tflops"] for r in records_of(document, "ceiling") if "tflops" in r]
+    return max(found, default=None)
+
+
+def tests_passed(document: Mapping[str, Any]) -> bool:
+    """Whether the kernels' tests ran on this device, and none that was reached in time failed."""
+    records = records_of(document, "tests")
+    return bool(records) and all(
+        r["counts"].get("passed") and not r["failed"] and r["exit_code"] in (None, 0)
+        for r in records
+    )
+
+
 def bars(document: Mapping[str, Any]) -> list[Bar]:
     """Return the bars for which everything was measured."""
     found = list(_of_kernels(document))
@@ -66,7 +83,7 @@ def bars(document: Mapping[str, Any]) -> list[Bar]:
             value = passes[WIDE]["ms"]["median"] / passes[1]["ms"]["median"]
             what = f"{title}: pass of {WIDE} tokens / pass of one"
             found.append(Bar(what, value, WIDE_LIMIT, False))
-    return found
+    return [*found, *_of_exact(document)]
 
 
 def weight_ms(record: Record, gbytes_per_s: float) -> float:
@@ -80,6 +97,13 @@ def _of_kernels(document: Mapping[str, Any]) -> Iterator[Bar]:
         if copy and record["bar"] is not None:
             what = f"{record['op']} {record['case']}: share of copy bandwidth"
             yield Bar(what, record["gbytes_per_s"] / copy, record["bar"], True)
+
+
+def _of_exact(document: Mapping[str, Any]) -> Iterator[Bar]:
+    records = [r for r in records_of(document, "exact") if r["exact"]]
+    for model in dict.fromkeys(r["model"] for r in records):
+        differing = sum(r["differing_logits"] for r in records if r["model"] == model)
+        yield Bar(f"{model}, exact: logits unlike AR's", differing, 0, False, needs_tests=False)
 
 
 def _runs(document: Mapping[str, Any]) -> Sequence[tuple[str, bool]]:

@@ -19,7 +19,9 @@ from benchmarks.gpu.random_models import NUM_SLOTS, adapter_of, backbone_of, sha
 from benchmarks.gpu.session import SEED, Session
 from benchmarks.gpu.timing import quantiles, synchronize, wall_ms
 from hybrid.attention.pattern import causal
+from hybrid.decode.timing import PassTimer
 from hybrid.decoder import HybridDecoder
+from hybrid.drafters.self_diffusion import SelfDiffusionDrafter
 from hybrid.models.transformer import NativeBackbone
 from hybrid.sampling import argmax
 from hybrid.strategy import Strategy
@@ -83,7 +85,7 @@ def _measure(
     def name(measure: Callable[..., Any]) -> str:
         return f"{measure.__name__} of {what['model']}, CUDA graphs {what['graphs']}"
 
-    for measure in session.in_time((measure_passes, measure_steps, measure_memory), name):
+    for measure in session.in_time(MEASURES, name):
         for record in measure(backbone, scale):
             session.add(**what, speed_only=True, **record)
 
@@ -220,6 +222,14 @@ def time_steps(
     }
 
 
+def measure_looks(backbone: NativeBackbone, scale: Scale) -> Iterator[dict[str, Any]]:
+    """Time what the router pays to see a draft before it sends the target pass; see `PassTimer`."""
+    adapter = adapter_of(backbone, torch.Generator(backbone.device).manual_seed(SEED))
+    drafter = SelfDiffusionDrafter(backbone, adapter)
+    timer = PassTimer(backbone, drafter, num_runs=scale.num_steps)
+    yield {"kind": "look", "drafted": NUM_DRAFTED, "ms": timer.look_ms(1, NUM_DRAFTED)}
+
+
 def measure_memory(backbone: NativeBackbone, scale: Scale) -> Iterator[dict[str, Any]]:
     """Compare the most memory that a generation held with what was planned."""
     device = backbone.device
@@ -239,3 +249,6 @@ def measure_memory(backbone: NativeBackbone, scale: Scale) -> Iterator[dict[str,
     decoder.generate(prompt, strategy="speculative", max_new_tokens=max_new_tokens)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     yield {"kind": "memory", "peak_bytes": peak, "planned": planned, "context": scale.context}
+
+
+MEASURES = (measure_passes, measure_steps, measure_looks, measure_memory)

@@ -1,6 +1,6 @@
 """The kernels' tests, compiled, and what else is marked for a GPU: bfloat16 is among them.
 
-Next: benchmarks/gpu/ceilings.py.
+What matters most runs first (benchmarks/gpu/order.py). Next: benchmarks/gpu/ceilings.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from pathlib import Path
 from benchmarks.gpu.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
+NOT_REACHED = "not reached"
 OUTCOMES = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
 FORMS = (  # of one process; of several, and of the summary
     re.compile(rf"^(?P<test>tests/\S+?::.+?) (?P<outcome>{OUTCOMES})\b"),
     re.compile(rf"\b(?P<outcome>{OUTCOMES}) (?P<test>tests/\S+?::.+?)(?: - .*)?$"),
 )
-MAX_WORKERS = 8
+MARK = re.compile(r"\bmark\.gpu\b")  # of a test, a file (in a list or not) or a parameter
+COLLECTED = re.compile(r"\bcollected (\d+) items?\b(?:.*/ (\d+) selected)?")
+WITHOUT_KERNELS = ("aot", "block_attention", "kernels_page")  # files with nothing for a GPU
+MAX_WORKERS = 16
 SHOWN = 400  # last lines of tests that fail
 
 
@@ -35,9 +39,10 @@ def run(session: Session) -> None:
         return
     tests = ["tests/kernels/test_philox.py", "-k", "stream or draws"]
     if not session.is_dry:
-        # What is compiled ahead is no test of this card.
-        tests = ["tests/kernels", "--ignore", "tests/kernels/test_aot.py", *others_for_a_gpu()]
-    options = ["-vv", "--color=no", "-p", "no:cacheprovider"]
+        ignored = [f"--ignore=tests/kernels/test_{name}.py" for name in WITHOUT_KERNELS]
+        tests = ["tests/kernels", *others_for_a_gpu(), *ignored]
+    options = ["-vv", "--color=no", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.order"]
+    options.append("--continue-on-collection-errors")
     command = [sys.executable, "-m", "pytest", *tests, *options]
     if find_spec("xdist") is not None and not session.is_dry:
         command += ["-n", str(min(MAX_WORKERS, os.cpu_count() or 1))]
@@ -50,12 +55,12 @@ def run(session: Session) -> None:
             )
             code = done.returncode
         except subprocess.TimeoutExpired:
-            session.left_out.append("the tests that had not run when the time was up")
+            session.left_out.append(f"the tests that were {NOT_REACHED} in time")
         file.seek(0)
         log = file.read()
     counts, failed = outcomes(log)
     session.add(kind="tests", exit_code=code, counts=counts, failed=failed)
-    if code not in (None, 0):
+    if failed or code not in (None, 0):
         print(*log.splitlines()[-SHOWN:], sep="\n")
         raise SystemExit(1)
 
@@ -63,14 +68,14 @@ def run(session: Session) -> None:
 def others_for_a_gpu() -> list[str]:
     """Return the test files outside tests/kernels in which something is marked for a GPU."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    marked = [path for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+    marked = [path for path in files if MARK.search(path.read_text(encoding="utf-8"))]
     return [str(path) for path in marked if path.parent.name != "kernels"]
 
 
 def outcomes(log: str) -> tuple[dict[str, int], list[str]]:
     """Return {outcome: number} and the tests that failed, from the lines of a verbose run.
 
-    A test that fails has a second line, in the summary.
+    A test that fails has a second line, in the summary. One without a line was not reached.
     """
     found: dict[str, str] = {}
     for line in log.splitlines():
@@ -79,4 +84,7 @@ def outcomes(log: str) -> tuple[dict[str, int], list[str]]:
                 found[match["test"]] = match["outcome"].lower()
                 break
     failed = [test for test, outcome in found.items() if outcome in ("failed", "error")]
-    return dict(Counter(found.values())), failed
+    counts = Counter(found.values())
+    if collected := COLLECTED.search(log):
+        counts[NOT_REACHED] = int(collected[2] or collected[1]) - len(found)
+    return dict(+counts), failed

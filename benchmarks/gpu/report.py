@@ -9,11 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.bars import Record, bandwidth, bars, records_of, weight_ms
+from benchmarks.gpu.bars import (
+    Record,
+    bandwidth,
+    bars,
+    best_product,
+    records_of,
+    tests_passed,
+    weight_ms,
+)
 from hybrid.bench.page import markdown_table
 from hybrid.bench.tables import NOTHING, TextTable
 
@@ -50,14 +59,16 @@ def render(document: Mapping[str, Any]) -> str:
     tables = [
         _bars(document, is_dry),
         _ceilings(records_of(document, "ceiling")),
-        _kernels(records_of(document, "kernel"), copy),
+        _kernels(records_of(document, "kernel"), copy, best_product(document)),
         _passes(records_of(document, "pass")),
         _steps(records_of(document, "step"), read),
+        _looks(records_of(document, "look")),
         _memory(records_of(document, "memory")),
         _exact(records_of(document, "exact")),
     ]
     texts = [markdown_table(table) for table in tables if table.rows]
-    remarks = [_tests(records_of(document, "tests")), *_unfinished(document)]
+    remarks = [_tests(records_of(document, "tests")), _doubts(document, is_dry)]
+    remarks += _unfinished(document)
     parts = [_source(document), DRY if is_dry else "", *remarks, SPEED_ONLY, *texts]
     return "\n\n".join(part for part in parts if part)
 
@@ -82,6 +93,12 @@ def _tests(records: Iterable[Record]) -> str:
     return " ".join(sentences) or "The kernels' tests have not run on this device."
 
 
+def _doubts(document: Mapping[str, Any], is_dry: bool) -> str:
+    if is_dry or tests_passed(document):
+        return ""
+    return "Not every test of the kernels that ran has passed, or none ran: no speed is judged."
+
+
 def _unfinished(document: Mapping[str, Any]) -> list[str]:
     sentences = []
     for name, part in document["parts"].items():
@@ -96,12 +113,15 @@ def _unfinished(document: Mapping[str, Any]) -> list[str]:
 
 
 def _bars(document: Mapping[str, Any], is_dry: bool) -> TextTable:
-    rows = []
+    rows, is_right = [], tests_passed(document)
     for bar in bars(document):
-        verdict = "not judged" if is_dry else "met" if bar.is_met else "missed"
+        is_judged = not is_dry and (is_right or not bar.needs_tests)
+        verdict = "not judged" if not is_judged else "met" if bar.is_met else "missed"
         sign = "≥" if bar.at_least else "≤"
-        rows.append((bar.what, f"{sign} {bar.limit:.2f}", f"{bar.value:.3f}", verdict))
-    return TextTable("Bars", ("what", "bar", "measured", ""), tuple(rows))
+        value = str(bar.value) if isinstance(bar.value, int) else f"{bar.value:.3f}"
+        rows.append((bar.what, f"{sign} {bar.limit:g}", value, verdict))
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in Counter(r[-1] for r in rows).items())
+    return TextTable(f"Bars: {counts}", ("what", "bar", "measured", ""), tuple(rows))
 
 
 def _ceilings(records: Iterable[Record]) -> TextTable:
@@ -109,30 +129,41 @@ def _ceilings(records: Iterable[Record]) -> TextTable:
     return TextTable("Ceilings of the card", ("what", "GB/s", "TFLOP/s"), rows)
 
 
-def _kernels(records: Iterable[Record], copy: float | None) -> TextTable:
+def _kernels(records: Iterable[Record], copy: float | None, product: float | None) -> TextTable:
     rows = []
     for record in records:
         times = record["microseconds"]
         median = times["median"]
-        others = record["others"].items()
-        against = "; ".join(
-            f"{name}{'' if other['is_graph'] else ', eager'} {other['median']:.1f} "
-            f"({other['median'] / median:.2f} ×)"
-            for name, other in others
-        )
-        share = f"{record['gbytes_per_s'] / copy:.0%}" if copy else NOTHING
+        against = "; ".join(_against(name, r, median) for name, r in record["others"].items())
+        of_copy = record["gbytes_per_s"] / copy if copy else None
+        of_product = record["tflops"] / product if product else None
+        # What takes the card longer is what bounds it: its share is the larger of the two.
+        is_bound = of_product is not None and of_copy is not None and of_product > of_copy
         rows.append(
             (
                 f"{record['op']} {record['case']}",
-                f"{median:.1f} ({times['p20']:.1f} to {times['p80']:.1f})",
+                f"{median:.1f} ({times['p20']:.1f} to {times['p80']:.1f}){_how(times)}",
                 f"{record['gbytes_per_s']:.0f}",
-                share,
+                NOTHING if of_copy is None else f"{of_copy:.0%}",
                 f"{record['tflops']:.1f}" if record["flops"] else NOTHING,
+                f"{of_product:.0%}" if is_bound else NOTHING,
                 against,
             )
         )
-    columns = ("kernel", "µs (p20 to p80)", "GB/s", "of copy", "TFLOP/s", "others, µs")
+    columns = (
+        "kernel", "µs (p20 to p80)", "GB/s", "of copy", "TFLOP/s", "of product", "others, µs"
+    )  # fmt: skip
     return TextTable("Kernels, by replayed graphs, L2 cache flushed", columns, tuple(rows))
+
+
+def _against(name: str, other: Record, median: float) -> str:
+    if "problem" in other:
+        return f"{name}: {other['problem'].split(':')[0]}"
+    return f"{name}{_how(other)} {other['median']:.1f} ({other['median'] / median:.2f} ×)"
+
+
+def _how(times: Record) -> str:
+    return "" if times["is_graph"] else ", eager"
 
 
 def _passes(records: Iterable[Record]) -> TextTable:
@@ -172,6 +203,12 @@ def _steps(records: Iterable[Record], read: float | None) -> TextTable:
         "draft passes", "tokens/s", "× ar", "× reading the weights",
     )  # fmt: skip
     return TextTable("Steps, batch 1, greedy", columns, tuple(rows))
+
+
+def _looks(records: Iterable[Record]) -> TextTable:
+    rows = tuple((_run(r), str(r["drafted"]), f"{r['ms']:.3f}") for r in records)
+    title = "Milliseconds more of a step that looks at its draft before the target pass, batch 1"
+    return TextTable(title, ("model, CUDA graphs", "drafted", "ms"), rows)
 
 
 def _memory(records: Iterable[Record]) -> TextTable:

@@ -7,8 +7,9 @@
 #   python3 -m benchmarks.gpu.report build/gpu/gpu.json docs/results.md    put the tables on that page
 #
 # The exit code is the number of parts that did not finish; what they had measured is written all the same.
-# It needs torch, triton, pydantic, safetensors and filelock; the tests pytest and transformers too. What the machine lacks
-# can travel as wheels: `pip download --only-binary=:all: -d wheels pydantic` elsewhere, here WHEELS=wheels.
+# It needs torch, triton, pydantic, safetensors and filelock; the tests pytest and transformers too. With pytest-xdist they
+# run in a process per core; in one process fewer are reached in time. What the machine lacks can travel as wheels:
+# `pip download --only-binary=:all: -d wheels pydantic pytest-xdist` elsewhere, here WHEELS=wheels.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

@@ -1,11 +1,14 @@
-"""The wheel, built once from a clean copy and installed into a venv of its own."""
+"""The wheel, built once from a clean copy and installed into a venv of its own; benchmarks/gpu."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from repository import FOLDERS, ROOT, Installed, clean_env
@@ -42,3 +45,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     borrowed = [p for p in sys.path if Path(p).name in {"site-packages", "dist-packages"}]
     (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
     return result
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a module of benchmarks/gpu as run.sh does."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: import_module(f"benchmarks.gpu.{name}")

@@ -1,7 +1,4 @@
-"""benchmarks/gpu: every part runs (on a CPU, tiny and interpreted), and its report says what is so.
-
-The numbers in here are made up.
-"""
+"""benchmarks/gpu: every part runs (on a CPU, tiny and interpreted), and is timed as it says."""
 
 from __future__ import annotations
 
@@ -10,26 +7,19 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from copy import deepcopy
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from reads import deciding_on_device
 from repository import ROOT, clean_env
 
 from hybrid.kernels.dispatch import operations
 
 SCRIPT = ROOT / "benchmarks" / "gpu" / "run.sh"
 PARTS = ["tests", "ceilings", "kernels", "end_to_end", "exact"]
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Import a module of benchmarks/gpu as run.sh does."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: import_module(f"benchmarks.gpu.{name}")
 
 
 def run_script(tmp_path, timeout, **settings):
@@ -59,7 +49,8 @@ def test_a_dry_run_goes_through_every_part(tmp_path):
     assert {record["name"] for record in ceilings} >= {"copy", "read, sum"}
     assert {record["op"] for record in kernels} == set(operations())
     assert all(record["bytes"] > 0 and record["others"] for record in kernels)
-    assert {record["kind"] for record in end_to_end} == {"pass", "step", "memory"}
+    assert not [r for r in kernels for other in r["others"].values() if "problem" in other]
+    assert {record["kind"] for record in end_to_end} == {"pass", "step", "look", "memory"}
     assert {record["mode"] for record in end_to_end if record["kind"] == "step"} == {
         "ar", "two-pass", "fused", "one-pass",
     }  # fmt: skip
@@ -102,7 +93,10 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(module, tmp_path):
     command = [sys.executable, "-c", f"{child}; p.wait()"]
     assert run.supervise(command, clean_env(), 2.0, log) == ("out of time", "ended after 2 s")
     assert time.monotonic() - started < 20
-    assert not is_running(int(log.read_text()))
+    child = int(log.read_text())
+    while is_running(child) and time.monotonic() - started < 20:
+        time.sleep(0.05)  # its end takes a moment
+    assert not is_running(child)
     assert run.supervise([sys.executable, "-c", "1"], clean_env(), 60, log) == ("done", "")
     bad = [sys.executable, "-c", "raise SystemExit(3)"]
     assert run.supervise(bad, clean_env(), 60, log) == ("failed", "exit code 3")
@@ -137,6 +131,7 @@ def test_what_there_is_no_time_for_is_named(module, tmp_path):
 
 def test_outcomes_of_tests_are_read_off_either_form(module):
     log = """
+collecting ... collected 9 items / 3 deselected / 6 selected
 tests/kernels/test_a.py::test_one[all in place-1] PASSED           [ 12%]
 tests/kernels/test_a.py::test_one[all in place-2] FAILED           [ 25%]
 [gw1] [ 40%] PASSED tests/kernels/test_b.py::test_two[x y]
@@ -144,8 +139,71 @@ tests/kernels/test_a.py::test_one[all in place-2] FAILED           [ 25%]
 FAILED tests/kernels/test_a.py::test_one[all in place-2] - AssertionError: PASSED it should
 """
     counts, failed = module("kernel_tests").outcomes(log)
-    assert counts == {"passed": 2, "failed": 1, "skipped": 1}
+    assert counts == {"passed": 2, "failed": 1, "skipped": 1, "not reached": 2}
     assert failed == ["tests/kernels/test_a.py::test_one[all in place-2]"]
+
+
+KERNEL_FILE = """
+import pytest
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+def test_x(dtype):
+    assert {passes}
+"""
+MARKED = "import pytest\npytestmark = pytest.mark." + "gpu\ndef test_m(): pass\n"
+
+
+def test_bfloat16_runs_first_and_what_is_not_reached_is_no_pass(module, tmp_path):
+    files = {
+        "kernels/test_a.py": KERNEL_FILE.format(passes=True),
+        "kernels/test_hybrid_attention.py": KERNEL_FILE.format(passes=True),
+        "kernels/test_verify.py": KERNEL_FILE.format(passes="dtype == 'torch.bfloat16'"),
+        "unit/test_marked.py": MARKED,
+        "unit/test_other.py": "def test_o(): pass\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    command = [sys.executable, "-m", "pytest", "-vv", "-x", "-p", "benchmarks.gpu.order", "tests"]
+    environment = clean_env(PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ran = [line.split()[0].split("/test_")[1] for line in done.stdout.splitlines() if "%]" in line]
+    assert ran == [
+        "hybrid_attention.py::test_x[torch.bfloat16]",
+        "verify.py::test_x[torch.bfloat16]",
+        "a.py::test_x[torch.bfloat16]",
+        "marked.py::test_m",
+        "hybrid_attention.py::test_x[torch.float32]",
+        "verify.py::test_x[torch.float32]",
+    ]
+    counts, failed = module("kernel_tests").outcomes(done.stdout)
+    assert counts == {"passed": 5, "failed": 1, "not reached": 1}
+    assert failed == ["tests/kernels/test_verify.py::test_x[torch.float32]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("@pytest.mark.{}\ndef test_a(): ...", True),
+        ("pytestmark = [pytest.mark.slow, pytest.mark.{}]", True),
+        ("pytest.param(1, marks=[mark.{}])", True),
+        ("pytest.mark.{}_free", False),
+        ("", False),
+    ],
+)
+def test_files_with_something_for_a_gpu_are_found(module, monkeypatch, tmp_path, text, is_found):
+    tests = module("kernel_tests")
+    path = tmp_path / "tests" / "unit" / "test_x.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text.format("gpu"))
+    monkeypatch.setattr(tests, "ROOT", tmp_path)
+    assert tests.others_for_a_gpu() == [str(path)] * is_found
+
+
+def test_the_files_of_kernels_that_are_named_exist(module):
+    names = {path.stem for path in (ROOT / "tests" / "kernels").glob("test_*.py")}
+    assert names >= set(module("order").FIRST)
+    assert names >= {f"test_{name}" for name in module("kernel_tests").WITHOUT_KERNELS}
 
 
 def test_quantiles(module):
@@ -220,113 +278,50 @@ def test_bytes_of_a_case_are_those_of_its_readme(module):
     assert "logits_stats N1024-V49152" in judged
 
 
-QUANTILES = {"median": 10.0, "p20": 9.0, "p80": 12.0}
-RUN = {"model": "made-up", "graphs": True, "speed_only": True}
-MADE_UP = {
-    "kind": "gpu",
-    "settings": {"device": "cuda", "parts": PARTS, "limit_s": 450},
-    "environment": {
-        "gpu": "Made-up GPU", "cpu": "x", "date": "2026-01-02T00:00:00", "git_sha": "a" * 40,
-        "is_dirty": False, "python": "3.12", "torch": "2.11", "triton": "3.6",
-        "transformers": "5.17", "driver": "580", "cuda": "13.0",
-    },
-    "parts": {
-        "tests": {"status": "failed", "problem": "exit code 1", "records": [
-            {"kind": "tests", "counts": {"passed": 7, "failed": 1}, "failed": ["tests/x.py::a"]},
-        ]},
-        "ceilings": {"status": "done", "records": [
-            {"kind": "ceiling", "name": "copy", "gbytes_per_s": 4000.0},
-            {"kind": "ceiling", "name": "read, sum", "gbytes_per_s": 2000.0},
-            {"kind": "ceiling", "name": "read, product with a vector", "gbytes_per_s": 4200.0},
-            {"kind": "ceiling", "name": "product, bfloat16", "tflops": 700.0},
-        ]},
-        "kernels": {"status": "out of time", "left_out": ["sample N1"], "records": [
-            {"kind": "kernel", "op": "logits_stats", "case": "N9", "bytes": 36e6, "flops": 1e6,
-             "microseconds": QUANTILES, "gbytes_per_s": 3600.0, "tflops": 0.1, "bar": 0.85,
-             "others": {"torch": {"median": 25.0, "is_graph": True},
-                        "sort": {"median": 5.0, "is_graph": False}}},
-            {"kind": "kernel", "op": "verify", "case": "B1", "problem": "RuntimeError: no"},
-        ]},
-        "end_to_end": {"status": "done", "records": [
-            {"kind": "pass", "width": 1, "ms": QUANTILES, **RUN},
-            {"kind": "pass", "width": 32, "ms": {"median": 12.0}, **RUN},
-            {"kind": "step", "mode": "ar", "acceptance_length": 1, "ms": QUANTILES,
-             "draft_passes": 0.0, "weight_bytes": 42e9, "kv_bytes": 1, **RUN},
-            {"kind": "step", "mode": "fused", "acceptance_length": 4, "ms": {"median": 20.0},
-             "draft_passes": 1.0, **RUN},
-            {"kind": "memory", "peak_bytes": 3 * 2**20, "planned": {"total": 4 * 2**20}, **RUN},
-        ]},
-        "exact": {"status": "done", "records": [
-            {"kind": "exact", "model": "made-up", "exact": exact, "width": 8, "logits": 100,
-             "ms": {"median": median}, "differing_logits": n, "differing_choices": 0}
-            for exact, median, n in ((False, 10.0, 9), (True, 15.0, 0))
-        ]},
-    },
-}  # fmt: skip
+def test_what_attention_is_compared_with_computes_the_same(module):
+    maker = module("cases").Maker(torch.device("cpu"), torch.float32, 0)
+    for case in module("attention_cases").attention_cases(True, 4):
+        made = case.make(maker)
+        wanted = made.kernel().transpose(1, 2)  # [B, H, T, D]
+        for name, call in made.others.items():
+            assert torch.allclose(call(), wanted, atol=1e-5), (case.name, name)
+        assert ("torch, lower right" in made.others) == case.name.startswith("verify")
 
 
-def test_bars_are_computed(module):
-    found = {bar.what: (bar.value, bar.is_met) for bar in module("bars").bars(MADE_UP)}
-    assert found == {
-        "logits_stats N9: share of copy bandwidth": (0.9, True),
-        "made-up, CUDA graphs on: AR step / reading the weights": (pytest.approx(1.0), True),
-        "made-up, CUDA graphs on: pass of 32 tokens / pass of one": (1.2, False),
-    }
-    slower = deepcopy(MADE_UP)
-    slower["parts"]["kernels"]["records"][0]["gbytes_per_s"] = 3399.0
-    slower["parts"]["end_to_end"]["records"][2]["ms"] = {"median": 12.6}
-    slower["parts"]["end_to_end"]["records"][1]["ms"] = {"median": 11.5}
-    assert [bar.is_met for bar in module("bars").bars(slower)] == [False, False, True]
+def test_a_look_is_one_at_a_draft_of_the_adapter(module, monkeypatch):
+    looks = []
+
+    def read(tensors):
+        looks.append(tensors["confidence"].shape)
+
+    monkeypatch.setattr("hybrid.decode.timing.read", read)
+    end_to_end, models = module("end_to_end"), module("random_models")
+    draw = torch.Generator().manual_seed(0)
+    backbone = models.backbone_of(models.DRY_SHAPES["tiny"], draw, torch.float32)
+    with deciding_on_device():
+        (record,) = end_to_end.measure_looks(backbone, end_to_end.DRY_SCALE)
+    assert (record["kind"], record["drafted"]) == ("look", 7)
+    assert set(looks) == {(1, 7)}
+    assert len(looks) > end_to_end.DRY_SCALE.num_steps
 
 
-OTHERS = "torch 25.0 (2.50 ×); sort, eager 5.0 (0.50 ×)"
-VERSIONS = "torch 2.11, triton 3.6, transformers 5.17, driver 580, CUDA 13.0"
+def test_a_competitor_that_raises_costs_its_own_number_alone(module, monkeypatch, tmp_path):
+    times, cases = module("kernel_times"), module("cases")
 
+    def fails():
+        raise NotImplementedError("no such kernel")
 
-def test_the_report_says_what_was_measured_and_what_was_not(module):
-    text = module("report").render(MADE_UP)
-    for line in [
-        f"Made-up GPU, 2026-01-02, commit aaaaaaa. Python 3.12, {VERSIONS}.",
-        "Kernel tests on this device: 1 failed, 7 passed. Failed: tests/x.py::a.",
-        "Part tests is not complete: failed, exit code 1.",
-        "Part kernels is not complete: out of time, left out: sample N1.",
-        "verify B1: RuntimeError: no.",
-        "| logits_stats N9: share of copy bandwidth | ≥ 0.85 | 0.900 | met |",
-        "| made-up, CUDA graphs on: pass of 32 tokens / pass of one | ≤ 1.15 | 1.200 | missed |",
-        f"| logits_stats N9 | 10.0 (9.0 to 12.0) | 3600 | 90% | 0.1 | {OTHERS} |",
-        "| made-up, on | 10.000 | 12.000 |",
-        "| made-up, on, fused | 4 | 20.000 | 1.00 | 200 | 2.00 | - |",
-        "| made-up, on | 4 | 3 | 0.75 |",
-        "| made-up, exact on | 8 | 15.000 | 1.50 | 0 of 100 | 0 |",
-    ]:
-        assert line in text.splitlines(), line
-    assert "Dry run" not in text
-    assert "speed only" in text
+    case = cases.philox_case(2, 4)
+    make = case.make
+    monkeypatch.setattr(times.dispatch, "last", lambda op: "triton")
+    cpu = torch.device("cpu")
+    session = module("session").Session(cpu, time.monotonic() + 100, tmp_path / "x.json")
 
+    def with_another(maker):
+        made = make(maker)
+        return replace(made, kernel=made.others["torch"], others={"bad": fails, **made.others})
 
-def test_it_goes_between_the_markers_of_a_page(module, tmp_path, monkeypatch):
-    report, results, page = module("report"), tmp_path / "gpu.json", tmp_path / "page.md"
-    results.write_text(json.dumps(MADE_UP))
-    page.write_text("before\n<!-- gpu:begin -->\nold\n<!-- gpu:end -->\nafter\n")
-    monkeypatch.setattr(sys, "argv", ["report", str(results), str(page)])
-    for _ in range(2):  # the second time changes nothing
-        assert report.main() == 0
-        text = page.read_text()
-        assert text == (
-            f"before\n<!-- gpu:begin -->\n\n{report.render(MADE_UP)}\n\n<!-- gpu:end -->\nafter\n"
-        )
-    page.write_text("no markers\n")
-    with pytest.raises(SystemExit):
-        report.main()
-
-
-def test_the_page_of_results_holds_the_committed_run_or_says_that_there_is_none(module):
-    report = module("report")
-    committed = ROOT / "benchmarks" / "results" / "gpu.json"
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    (match,) = report.BLOCK.finditer(page)
-    block = match[0].removeprefix(match[1]).removesuffix(match[2]).strip()
-    if committed.is_file():
-        assert block == report.render(json.loads(committed.read_text()))
-    else:
-        assert block == "No GPU has run it yet: there are no numbers."
+    found = times.time_case(replace(case, make=with_another), session, times.Timer(cpu))
+    assert found["others"]["bad"] == {"problem": "NotImplementedError: no such kernel"}
+    assert found["others"]["torch"]["median"] > 0
+    assert found["microseconds"]["median"] > 0
