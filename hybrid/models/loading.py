@@ -92,11 +92,15 @@ def load_model(
     activations = _activations(dtype, config, where)
     backbone: NativeBackbone | HFBackbone | DiffusionGemma
     reason, bound = why_not_native(config), None
-    if config.get("model_type") == "diffusion_gemma":
-        if dtype == "int4" or exact or compile or adapter is not None:
+    if reason is not None:
+        own = {"dtype='int4'": dtype == "int4", "exact": exact, "compile": compile}
+        own["adapter"] = adapter is not None
+        if asked := [name for name, is_asked in own.items() if is_asked]:
             raise ConfigError(
-                "DiffusionGemma runs by its own code: no int4, exact, compile or adapter."
+                f"{asked[0]}: it needs a model that the native backbone runs (`hybrid list "
+                f"families`), got {model}: {reason}. Leave it out."
             )
+    if config.get("model_type") == "diffusion_gemma":
         backbone = DiffusionGemma.from_path(path, where, activations)
     elif reason is None:
         if dtype == "int4" and not _is_int4(config):
@@ -107,29 +111,11 @@ def load_model(
         checkpoint, merged = open_checkpoint(path), None
         if adapter is not None and spec_from_config(config).context == Context.BIDIRECTIONAL:
             merged = Path(adapter)
-        backbone = _native(
-            checkpoint,
-            where,
-            activations,
-            merged,
-            exact=exact,
-            compile=compile,
-            reorder=not trainable,
-        )
+        how = {"exact": exact, "compile": compile, "reorder": not trainable}
+        backbone = _native(checkpoint, where, activations, merged, **how)
         if merged is None:
             bound = _adapter(name_of(path) or str(model), backbone, adapter)
     else:
-        if dtype == "int4" or exact or compile:
-            what = "dtype: int4" if dtype == "int4" else "exact: it" if exact else "compile: it"
-            raise ConfigError(
-                f"{what} needs a model that the native backbone runs (`hybrid list families`), got "
-                f"{model}: {reason}. Leave it out."
-            )
-        if adapter is not None:
-            raise ConfigError(
-                "adapter: self-diffusion needs a model that the native backbone runs "
-                "(`hybrid list families`). Leave the adapter out."
-            )
         backbone = _foreign(path, where, activations, reason)
     return LoadedModel(str(model), path, backbone, tokenizer, bound)
 

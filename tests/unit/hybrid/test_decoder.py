@@ -24,12 +24,10 @@ from fakes import (
     text_decoder,
     tiny_backbone,
 )
-from kernel_passes import model, recording
 
 from hybrid import HybridDecoder, SamplingParams
 from hybrid.decode.reference import reference_logits
 from hybrid.errors import ConfigError
-from hybrid.kernels import dispatch
 from hybrid.strategy import VERIFIED
 from hybrid.types import Mode, Source
 
@@ -378,22 +376,6 @@ def test_planned_memory_adds_up_and_matches_the_cache():
     for bad in ((0, 1), (10, 0)):
         with pytest.raises(ConfigError, match="expected at least 1"):
             model.plan_memory(*bad)
-
-
-def test_the_plan_knows_the_kernels_and_their_records():
-    """Kernels need no mask; logits of recorded passes are there three times."""
-    backbone = recording(model("llama"))
-    decoder = HybridDecoder(backbone)
-    rows, length, width, vocab = 100, 8, 8, backbone.vocab_size
-    recorded = decoder.plan_memory(length, batch=rows)["workspace"]
-    backbone.graphs = None
-    plain = decoder.plan_memory(length, batch=rows)["workspace"]
-    assert recorded - plain == 2 * 128 * width * vocab * 4
-    long = decoder.plan_memory(2000)["workspace"]
-    with dispatch.force("hybrid_attention", "triton"):
-        on_kernels = decoder.plan_memory(2000)["workspace"]
-    heads = backbone.spec.num_heads
-    assert long - on_kernels == 512 * heads * 2000 * 4
 
 
 def test_the_cache_is_as_large_as_the_call_can_need():

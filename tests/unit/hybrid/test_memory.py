@@ -1,12 +1,14 @@
-"""Refusing up front what would die half-way."""
+"""What a request will hold, and refusing up front what would die half-way."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from kernel_passes import model, recording
 
-from hybrid import memory
+from hybrid import HybridDecoder, memory
 from hybrid.errors import CapacityError
+from hybrid.kernels import dispatch
 
 CPU = torch.device("cpu")
 
@@ -39,3 +41,19 @@ def test_linux_tells_in_kib(monkeypatch, tmp_path):
     file.write_text("MemTotal: 9 kB\nMemAvailable:    1234 kB\n")
     monkeypatch.setattr(memory, "Path", lambda name: file)
     assert memory.available_bytes(CPU) == 1234 * 1024
+
+
+def test_the_plan_knows_the_kernels_and_their_records():
+    """Kernels need no mask; logits of recorded passes are there three times."""
+    backbone = recording(model("llama"))
+    decoder = HybridDecoder(backbone)
+    rows, length, width, vocab = 100, 8, 8, backbone.vocab_size
+    recorded = decoder.plan_memory(length, batch=rows)["workspace"]
+    backbone.graphs = None
+    plain = decoder.plan_memory(length, batch=rows)["workspace"]
+    assert recorded - plain == 2 * 128 * width * vocab * 4
+    long = decoder.plan_memory(2000)["workspace"]
+    with dispatch.force("hybrid_attention", "triton"):
+        on_kernels = decoder.plan_memory(2000)["workspace"]
+    heads = backbone.spec.num_heads
+    assert long - on_kernels == 512 * heads * 2000 * 4

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid.errors import ConfigError
 from hybrid.models.checkpoint import open_checkpoint
+from hybrid.models.elementwise import gate, gate_in_parts
 from hybrid.models.families import spec_from_config
 from hybrid.models.linear import DenseLinear
 from hybrid.models.loading import load_model
@@ -92,7 +93,8 @@ def test_exact_reaches_every_layer(tmp_path: Path) -> None:
         assert backbone.exact is exact
         experts = backbone.layers[1].experts
         assert experts is not None
-        assert experts._is_exact is exact
+        gates = {backbone.elementwise.gate, experts._gate}
+        assert gates == {gate_in_parts if exact else gate}
         layers: list[Any] = [x for y in backbone.layers for x in (y.qkv, y.o, y.gate_up, y.down)]
         layers = [x for x in layers if x.nbytes]  # not the MLP of a layer that has experts alone
         layers += [x for pair in experts.experts for x in pair]
