@@ -40,7 +40,7 @@ def hybrid_attention(
         [B, T, H, D] in the dtype of query.
 
     Raises:
-        ConfigError: shapes, types or strides that do not fit each other.
+        ConfigError: shapes, types or strides that do not fit each other, or a gradient is wanted.
         KernelUnavailableError: Triton is forced and cannot run here.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -312,21 +312,19 @@ def _upcast(dtype: torch.dtype) -> bool:
 
 
 def _validate(query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> None:
-    op, (batch, num_tokens, num_heads, head_dim) = "hybrid_attention", query.shape
-    num_groups = key.shape[1]
+    op, found = "hybrid_attention", f"query is {list(query.shape)}, key is {list(key.shape)}"
+    have_axes = query.ndim == key.ndim == 4
+    require(have_axes, op, f"{found}: expected [B, T, H, D] and [rows, G, S, D].")
+    (batch, num_tokens, num_heads, head_dim), (*places, _) = query.shape, key.shape
     require_dtype(op, "query", query)
-    require_dtype(op, "key", key, query.dtype)
-    require_dtype(op, "value", value, query.dtype)
     require_tensor(op, "query", query, query.shape, visible.prefix.device)
-    require_tensor(op, "value", value, key.shape, visible.prefix.device)
+    for name, tensor in (("key", key), ("value", value)):
+        require_dtype(op, name, tensor, query.dtype)
+        require_tensor(op, name, tensor, (*places, head_dim), query.device)
     require_tensor(op, "visible.prefix", visible.prefix, (batch, num_tokens), query.device)
-    fits = key.shape[3] == head_dim <= 256 and num_heads % num_groups == 0
-    require(
-        fits,
-        op,
-        f"{num_heads} heads of {head_dim}, {num_groups} kv heads of {key.shape[3]}: expected as "
-        f"many per kv head, of the same size, at most 256.",
-    )
+    fits = head_dim <= 256 and num_heads % key.shape[1] == 0
+    found = f"{num_heads} heads of {head_dim}, {key.shape[1]} kv heads"
+    require(fits, op, f"{found}: expected as many per kv head, of at most 256.")
     require(key.stride() == value.stride(), op, "key and value must have the same strides.")
     last = query.stride(3), key.stride(3)
     require(last == (1, 1), op, f"the last axis has strides {last}, expected 1.")
@@ -359,7 +357,7 @@ def aot_cases() -> list[AotCase]:
         ("fp32", 256, 4, "causal", 0, False, False, True),
     ]
     cases = [_aot_case(*shape) for shape in shapes]
-    for dtype, dim in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 128)):
+    for dtype, dim in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp16", 80), ("fp32", 128)):
         constexprs = {"H": 32, "D": dim, "BLOCK_D": triton.next_power_of_2(dim),
                       "SPLIT_KEYS": SPLIT_KEYS, **COMBINE.kwargs}  # fmt: skip
         types = {"p_partial": "*fp32", "p_stats": "*fp32", "p_out": f"*{dtype}", "p_start": "*i32"}

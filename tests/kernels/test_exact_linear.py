@@ -21,6 +21,8 @@ SHAPES = [  # tokens, in, out
     (17, 65, 127),
     (2, 1100, 130),  # two ranges of inputs, the second not full
     (65, 129, 63),
+    (63, 127, 1),
+    (127, 1, 65),
 ]
 DIVIDED = (1100, 130)  # in, out
 
@@ -51,6 +53,14 @@ def test_kernel_is_as_close_as_torch(shape, dtype, has_bias, device):
     assert out.dtype == dtype
     wide = F.linear(*(t if t is None else t.double() for t in args))
     assert_as_close_as_torch(out, F.linear(*args), wide)
+
+
+# The interpreter takes a second for 400 programs.
+@pytest.mark.parametrize("vocab_size", [49_152, pytest.param(151_936, marks=pytest.mark.gpu)])
+def test_a_head(vocab_size, device):
+    args = tensors(1, 8, vocab_size, torch.float16, device)
+    wide = F.linear(*(t.double() for t in args))
+    assert_as_close_as_torch(by_triton(*args), F.linear(*args), wide)
 
 
 def test_reference_is_torchs():

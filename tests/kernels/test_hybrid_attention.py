@@ -31,6 +31,9 @@ SHAPES = [  # prefixes of two rows, new tokens, query heads, kv heads, head dim
     ((65, 3), 33, 4, 2, 16),
     ((127, 64), 3, 6, 2, 80),
     ((513, 505), 5, 4, 2, 64),  # two ranges of positions, the second row's new tokens in the first
+    ((0, 7), 63, 1, 1, 16),
+    ((30, 0), 65, 3, 1, 16),
+    ((520, 1), 127, 2, 2, 16),
 ]
 
 
@@ -117,16 +120,33 @@ def test_equals_the_twin(shape, name, dtype):
         assert_as_close_as_torch(case.run(implementation), by_torch, twin)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "tree"])
+@pytest.mark.parametrize(
+    ("prefixes", "num_tokens"),
+    [([5], 1024), ([8200, 0], 2)],  # 17 ranges: more than are added up at a time
+    ids=["many new", "many cached"],
+)
+def test_long(prefixes, num_tokens, name, dtype):
+    case = Case(PATTERNS[name](prefixes, num_tokens), 1, 1, 16, dtype)
+    assert_as_close_as_torch(case.run(), case.by_torch(), case.twin())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "tree"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_head_dims(dim):
-    case = Case(causal([70, 1], 4), 2, 1, dim, torch.float16)
+def test_head_dims(dim, name, dtype):
+    case = Case(PATTERNS[name]([530, 1], 4), 2, 1, dim, dtype)
     assert_as_close_as_torch(case.run(), case.by_torch(), case.twin())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("prefixes", "num_tokens"), [((100, 7), 37), ((560, 0), 5)], ids=["one range", "two"]
+)
 @pytest.mark.parametrize("window", [1, 20, 64, 5000])
-def test_sliding_window(window, implementation):
-    case = Case(causal([100, 7], 37), 4, 2, 16, torch.float32)
+def test_sliding_window(window, prefixes, num_tokens, implementation):
+    case = Case(causal(prefixes, num_tokens), 4, 2, 16, torch.float32)
     out = case.run(implementation, window=window)
     assert_as_close_as_torch(out, case.by_torch(window), case.twin(window))
 
@@ -177,17 +197,18 @@ def test_a_token_that_sees_nothing_gets_zeros(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_softcap_and_scale(implementation):
-    case = Case(causal([40], 3), 2, 1, 16, torch.float32, rows=[0], scale=4.0)
-    out = case.run(implementation, softcap=3.0, scale=0.5)
-    (mask,) = case.masks()
+@pytest.mark.parametrize(("prefix", "window"), [(40, None), (560, 64), (0, 2)])
+def test_softcap_and_scale(prefix, window, implementation):
+    case = Case(causal([prefix], 3), 2, 1, 16, torch.float32, rows=[0], scale=4.0)
+    out = case.run(implementation, softcap=3.0, scale=0.5, window=window)
+    (mask,) = case.masks(window)
     query = case.query[0].double().cpu().transpose(0, 1)
-    keys, values = (t[0, :, :43].double().cpu() for t in (case.key, case.value))
+    keys, values = (t[0, :, : prefix + 3].double().cpu() for t in (case.key, case.value))
     scores = 3.0 * torch.tanh(query @ keys.transpose(1, 2) * 0.5 / 3.0)
     weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
     expected = (weights @ values).transpose(0, 1)[None]
     assert_as_close_as_torch(out.cpu(), expected.float(), expected)
-    assert not torch.allclose(out, case.run(implementation, scale=0.5), atol=1e-2)
+    assert not torch.allclose(out, case.run(implementation, scale=0.5, window=window), atol=1e-2)
 
 
 def test_pages_in_any_order_give_the_same_bits():
@@ -293,7 +314,23 @@ def test_what_does_not_fit_is_refused():
         case.run(softcap=0.0)
     with pytest.raises(ConfigError, match="a row has 92 keys, the cache has room for 15"):
         case.run("triton", case.visible(start=[3, 90]))
-    visible, query = case.visible(), case.query
+    visible, query, key = case.visible(), case.query, case.key
+    for wrong, message in [
+        (key[..., :8], r"key is \[2, 2, 15, 8\] on .*, expected \[2, 2, 15, 16\]"),
+        (key[0], r"key is \[2, 15, 16\]: expected \[B, T, H, D\] and \[rows, G, S, D\]"),
+        (key[:1], r"value is \[2, 2, 15, 16\] on .*, expected \[1, 2, 15, 16\]"),
+        (key.half(), r"key is torch.float16, expected torch.float32"),
+    ]:
+        case.key = wrong
+        with pytest.raises(ConfigError, match=message):
+            case.run("triton", visible)
+    case.key = key
+    for name in ("query", "key", "value"):
+        given = getattr(case, name)
+        setattr(case, name, given.clone().requires_grad_())
+        with pytest.raises(ConfigError, match=f"{name} requires a gradient"):
+            case.run("triton", visible)
+        setattr(case, name, given)
     case.query = query[:1]
     with pytest.raises(ConfigError, match=r"visible.prefix is \[2, 2\]"):
         case.run("triton", visible)
