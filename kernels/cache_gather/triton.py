@@ -88,8 +88,9 @@ def cache_gather_triton(data: Tensor, rows: Tensor, starts: Tensor, keep: Tensor
 
 
 def aot_cases() -> list[AotCase]:
-    """Return common head dimensions, and positions of 32 bits."""
-    return [_case(*shape) for shape in (("i16", 64), ("i16", 80), ("i16", 256), ("i32", 128))]
+    """Return common head dimensions, and numbers of every size that a cache has."""
+    shapes = (("i16", 64), ("i16", 80), ("i16", 256), ("i32", 128), ("i64", 128))
+    return [_case(*shape) for shape in shapes]
 
 
 def _case(dtype: str, head_dim: int) -> AotCase:
@@ -101,5 +102,6 @@ def _case(dtype: str, head_dim: int) -> AotCase:
         {**types, "data_ptr": f"*{dtype}"},
         {**block, **CONFIGS[0].kwargs},
         CONFIGS[0],
-        unaligned=("width", "num_rows", "num_groups"),
+        # `KVCache.gather` copies all its numbers at once: the start lies behind the row.
+        unaligned=("starts_ptr", "width", "num_rows", "num_groups"),
     )

@@ -172,10 +172,11 @@ def _check(
 
 
 def aot_cases() -> list[AotCase]:
-    """Return the head dimensions of common models, with norms and without."""
+    """Return the head dimensions of common models, with and without norms and factors."""
     return [
         _case("bf16", 9, 3, 64, 32),
         _case("bf16", 32, 8, 128, 64),
+        _case("bf16", 32, 8, 128, 64, has_scale=True),
         _case("bf16", 16, 8, 128, 64, has_norms=True),
         _case("bf16", 32, 32, 80, 16),
         _case("bf16", 8, 4, 256, 128, has_norms=True),
@@ -184,10 +185,16 @@ def aot_cases() -> list[AotCase]:
 
 
 def _case(
-    dtype: str, num_heads: int, num_groups: int, head_dim: int, half: int, has_norms: bool = False
+    dtype: str,
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    half: int,
+    *,
+    has_norms: bool = False,
+    has_scale: bool = False,
 ) -> AotCase:
-    constexprs = {
-        "q_scale_ptr": None,
+    constexprs: dict[str, int | None] = {
         "NUM_HEADS": num_heads,
         "NUM_GROUPS": num_groups,
         "HEAD_DIM": head_dim,
@@ -197,12 +204,16 @@ def _case(
     }
     if not has_norms:
         constexprs |= {"q_weight_ptr": None, "k_weight_ptr": None}
+    if not has_scale:
+        constexprs |= {"q_scale_ptr": None}
+    extras = "-norms" * has_norms + "-scale" * has_scale
     names = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "query_ptr", "cache_ptr")
-    types = dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(("rows_ptr", "slots_ptr"), "*i64")
+    types = dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(("rows_ptr", "slots_ptr"), "*i32")
+    types |= dict.fromkeys(("cos_ptr", "sin_ptr", "q_scale_ptr"), "*fp32")
     return AotCase.of(
-        f"{dtype}-H{num_heads}-G{num_groups}-D{head_dim}" + ("-norms" if has_norms else ""),
+        f"{dtype}-H{num_heads}-G{num_groups}-D{head_dim}{extras}",
         _qkv_rope_append_kernel,
-        {**types, "cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"},
+        {**types, "eps": "fp32"},
         constexprs,
         CONFIGS[0],
     )

@@ -361,8 +361,9 @@ def aot_cases() -> list[AotCase]:
     """Return the four stages for both rules, with draft laws and without, for 15 drafted tokens."""
     cases = [_case(_mass_kernel, dtype, "", has_draft=False) for dtype in ("bf16", "fp32")]
     for kernel in (_ratio_kernel, _owed_kernel, _draw_kernel):
-        cases += [_case(kernel, "bf16", rule, has_draft=True) for rule in ("rejection", "block")]
-        cases.append(_case(kernel, "fp32", "rejection", has_draft=False))
+        for dtype in ("bf16", "fp32"):
+            for rule in ("rejection", "block"):
+                cases += [_case(kernel, dtype, rule, has_draft=given) for given in (True, False)]
     return cases
 
 

@@ -64,11 +64,12 @@ def test_equals_lists(name, dtype, implementation, device):
     assert torch.equal(bits(data), bits(expected))
 
 
-@pytest.mark.parametrize("dim", [1, 63, 64, 80, 127])
-def test_head_dimensions(dim, device):
-    data = numbered(1, 2, 3, 16, dim, torch.float16, device)
-    expected = moved(data, [1], [2], [[1, 5, 6]])
-    run(data, [1], [2], [[1, 5, 6]], "triton")
+@pytest.mark.parametrize("count", [1, 63, 65, 127])
+@pytest.mark.parametrize("dim", [1, 63, 64, 65, 80, 127])
+def test_head_dimensions_and_counts_of_positions(dim, count, device):
+    data, keep = numbered(1, 2, 3, 132, dim, torch.float32, device), [[*range(3, 3 + count)]]
+    expected = moved(data, [1], [2], keep)
+    run(data, [1], [2], keep, "triton")
     assert torch.equal(bits(data), bits(expected))
 
 

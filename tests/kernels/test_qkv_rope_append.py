@@ -25,6 +25,7 @@ SHAPES = [  # tokens, query heads, kv heads, head dim, rotated dims
     (1, 8, 8, 63, 30),
     (2, 3, 2, 128, 128),
     (1, 2, 1, 16, 0),
+    (2, 4, 2, 256, 256),
 ]
 
 
@@ -41,9 +42,10 @@ class Case:
         self.qkv = draw(num_tokens, (heads + 2 * groups) * dim).to(device, dtype)
         angles = 100 * draw(num_tokens, rotated // 2)
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
-        self.cache = torch.full((2, 3, groups, 16, dim), 7.0).to(device, dtype)
-        places = torch.randperm(3 * 16, generator=generator)[:num_tokens]
-        self.rows, self.slots = (places // 16).to(device), (places % 16).to(device)
+        num_slots = max(16, num_tokens)
+        self.cache = torch.full((2, 3, groups, num_slots, dim), 7.0).to(device, dtype)
+        places = torch.randperm(3 * num_slots, generator=generator)[:num_tokens]
+        self.rows, self.slots = (t.to(device) for t in (places // num_slots, places % num_slots))
         weights = [(1 + draw(dim) / 4).to(device, dtype) for _ in range(2)]
         self.norms = tuple(weights) if has_norms else None
         self.scale = (1 + draw(num_tokens).abs()).to(device) if has_scale else None
@@ -102,7 +104,16 @@ class Case:
 @pytest.mark.parametrize("extras", ["", "norms", "scale", "norms scale"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "N{}-H{}-G{}-D{}-R{}".format(*s))
 def test_kernel_is_as_close_as_torch(shape, extras, dtype, device):
-    case = Case(shape, dtype, device, "norms" in extras, "scale" in extras)
+    assert_as_close(Case(shape, dtype, device, "norms" in extras, "scale" in extras))
+
+
+@pytest.mark.parametrize("num_tokens", [63, 65, 127])
+def test_many_tokens(num_tokens, device):
+    assert_as_close(Case((num_tokens, 3, 1, 8, 4), torch.float16, device, True, True))
+
+
+def assert_as_close(case):
+    dtype = case.qkv.dtype
     for got, same, want in zip(
         case("triton"), case.twin(dtype), case.twin(torch.float64), strict=True
     ):
@@ -209,6 +220,12 @@ def test_refuses(device):
         ((qkv, cos, sin, cache, rows, slots), {"query_scale": cos[0]}, "query_scale is \\[8\\]"),
         ((qkv, cos, sin, cache, rows, slots), {"norms": (cos[0], cos[0])}, "norms\\[0\\]"),
         ((qkv, cos.repeat(1, 2), sin, cache, rows, slots), {}, "cos has 16 angles, D is 16"),
+        ((qkv.clone().requires_grad_(), cos, sin, cache, rows, slots), {}, "qkv requires a grad"),
+        (
+            (qkv, cos, sin, cache, rows, slots),
+            {"norms": (torch.ones(16, device=device, requires_grad=True),) * 2},
+            "norms\\[0\\] requires a gradient",
+        ),
     ]:
         with (
             dispatch.force("qkv_rope_append", "triton"),

@@ -201,9 +201,10 @@ def test_the_output_law_is_the_targets(rule, implementation, device):
 
 @pytest.mark.slow
 @EITHER_RULE
+@pytest.mark.parametrize("has_laws", [True, False], ids=["laws", "points"])
 @pytest.mark.parametrize("vocab_size", [49_152, 151_936])
-def test_large_vocabularies(vocab_size, rule, device):
-    target, tokens, num_tokens, draft = draft_of(2, 2, vocab_size, True)
+def test_large_vocabularies(vocab_size, has_laws, rule, device):
+    target, tokens, num_tokens, draft = draft_of(2, 2, vocab_size, has_laws)
     uniforms = uniforms_of(2, 2)
     wanted = by_the_verifiers(target, tokens, num_tokens, uniforms, draft, rule)
     got = run("triton", target, tokens, num_tokens, uniforms, draft, rule, device)
@@ -212,8 +213,9 @@ def test_large_vocabularies(vocab_size, rule, device):
 
 @pytest.mark.gpu  # the interpreter gets bfloat16 wrong
 @EITHER_RULE
-def test_bfloat16(rule, device):
-    target, tokens, num_tokens, draft = draft_of(8, 7, 151_936, True, torch.bfloat16)
+@pytest.mark.parametrize("has_laws", [True, False], ids=["laws", "points"])
+def test_bfloat16(has_laws, rule, device):
+    target, tokens, num_tokens, draft = draft_of(8, 7, 151_936, has_laws, torch.bfloat16)
     uniforms = uniforms_of(8, 7)
     wanted = by_the_verifiers(target, tokens, num_tokens, uniforms, draft, rule)
     got = run("triton", target, tokens, num_tokens, uniforms, draft, rule, device)
