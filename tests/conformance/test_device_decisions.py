@@ -150,7 +150,7 @@ def test_the_router_waits_for_a_draft_only_where_looking_pays(
     kind: str, params: str, num_rows: int
 ) -> None:
     """Its certainty, before the target pass. The first draft is looked at; then it is known."""
-    own = [p.replace(max_new_tokens=60) for p in MANY[params]][:num_rows]
+    own = [p.replace(max_new_tokens=36) for p in MANY[params]][:num_rows]
     for look_ms in (0.0, 1e9):
         waits, strays, records = _waits(_hybrid_router(look_ms), own, kind=kind)
         assert not strays
