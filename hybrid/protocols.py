@@ -366,6 +366,9 @@ class Router(Protocol):
     ) -> tuple[Route, ...]:
         """Return what each row makes of its proposal.
 
+        The proposal's certainty lies where it was drafted: on a device that decides, whoever looks
+        at it (`hybrid.transfer.read`) waits. It is in the record of the step in any case.
+
         Whether token i is fed may depend on the distributions of slots up to i, not on those behind
         it, which may follow the token that was drawn, and never on that token: what is sampled
         would no longer follow the target.

@@ -156,9 +156,10 @@ def _export_target(folder: Path, output: Path, target: str | None, force: bool) 
             "target: got none, expected the model whose checkpoint is to carry the drafter. "
             "Give --target MODEL."
         )
-    checkpoint, drafts_itself = resolve(name, "float32"), is_adapter(folder)
     # What cannot be read, or drafts for another model, is not carried.
+    drafts_itself = is_adapter(folder)
     own = read_adapter(folder)[0] if drafts_itself else load_dflash(folder).spec
+    checkpoint = resolve(name, "float32")
     config = read_json(checkpoint / "config.json")
     if why_not_native(config) is None:
         own.check_target(spec_from_config(config))

@@ -149,6 +149,11 @@ class Memory:
         return max(self._tokens / self._time, 1.0)
 
     @property
+    def _renews(self) -> bool:
+        """Whether what is not renewed in every step is renewed in this one."""
+        return self.num_steps <= _EVERY_STEP or self.num_steps % _REFRESH == 0
+
+    @property
     def _ar_ms(self) -> float:
         return self.costs.ms(StepShape(self._batch))
 
@@ -162,7 +167,7 @@ class Memory:
         if not self.costs.frozen and record.seconds > 0:
             ms = 1000 * record.seconds
             self.costs.observe(record)
-        if self.costs.look_ms and self._is_due(every=_REFRESH):
+        if self.costs.look_ms and self._renews:
             self._value_insight(rows, shape)
         time, keep = ms / self._ar_ms, 1 - 1 / self._config.window
         self._tokens = keep * self._tokens + sum(len(row.tokens) for row in rows) / len(rows)
@@ -180,7 +185,7 @@ class Memory:
         # Where slots are carried, a draft pass that is right is no news.
         is_news = has_accepted and self.num_steps - self._used[CARRIED] > _UNUSED
         self._visit(arms, has_accepted, is_news)
-        if self._is_due(every=_REFRESH):
+        if self._renews:
             self._refresh()
         # A draft pass that was tried with success is tried once more.
         is_better = self.trial == FRESH and FRESH in arms and is_news
@@ -214,10 +219,6 @@ class Memory:
         self._num_insights += 1
         weight = max(1 / self._num_insights, 1 / self._config.window)
         self._insight += weight * (values[0] - values[1] - self._insight)
-
-    def _is_due(self, *, every: int) -> bool:
-        """Whether what is not renewed in every step is renewed in this one."""
-        return self.num_steps <= _EVERY_STEP or self.num_steps % every == 0
 
     def _promise(self) -> float:
         """Return the tokens of a row in the time of an AR step, if drafts are what they seem to be.

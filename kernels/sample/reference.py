@@ -42,14 +42,12 @@ def _truncated(
 ) -> tuple[Tensor, Tensor]:
     """Return tempered logits [N, V] float32, the best at 0, and which of them stay."""
     logits = logits.float()
-    best = logits.amax(dim=1, keepdim=True)
     top_k = torch.where(temperatures == 0, 1, torch.where(top_k > 0, top_k, logits.shape[1]))
     temperatures = torch.where(temperatures == 0, 1.0, temperatures)
     temperatures = temperatures.clamp_min(torch.finfo(torch.float32).tiny)
+    tempered = (logits - logits.amax(dim=1, keepdim=True)) / temperatures[:, None]
     # Stable: among equals the lower id comes first.
-    ranked, order = ((logits - best) / temperatures[:, None]).sort(
-        dim=1, descending=True, stable=True
-    )
+    ranked, order = tempered.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     weights = ranked.double().exp() * (rank < top_k[:, None])
     reached = weights.cumsum(dim=1)
@@ -57,8 +55,7 @@ def _truncated(
     needed = top_p[:, None] * reached[:, -1:]
     kept = (before < needed) | (top_p[:, None] >= 1) | (rank == 0)
     kept &= (rank < top_k[:, None]) & (ranked >= -farthest[:, None])
-    ordered = torch.empty_like(kept).scatter(1, order, kept)
-    return (logits - best) / temperatures[:, None], ordered
+    return tempered, torch.empty_like(kept).scatter(1, order, kept)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
